@@ -39,7 +39,7 @@ from scheduler_svc.text.tokenizer import Tokenizer
 from tests.tiny_models import make_tiny_model
 from worker_svc.cache.cache_engine import CacheEngine
 from worker_svc.models.attention import AttentionMetadata
-from worker_svc.models.cache_scales import LARGEST, CacheScales
+from worker_svc.models.cache_scales.cache_scales import LARGEST, CacheScales
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.loader import Model, load_model
 from worker_svc.steps.calibration import largest_keys_and_values

@@ -13,7 +13,7 @@ import torch
 from benchmarks import shapes
 from benchmarks.gpu_sections.bare_worker import BareWorker
 from benchmarks.gpu_sections.figure import Figure, Report
-from kernels.gpu.paged_attention import attention_scratch_bytes
+from kernels.gpu.attention.paged_attention import attention_scratch_bytes
 from worker_svc.config import WorkerConfig
 from worker_svc.steps.decode_graphs import batch_sizes
 

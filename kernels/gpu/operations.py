@@ -6,30 +6,30 @@ Each operation is a file of its own: formula, memory layout, kernel and launcher
 
 from __future__ import annotations
 
-from kernels.gpu.chunk_maxima import chunk_maxima
+from kernels.gpu.attention.paged_attention import attention_scratch, attention_scratch_bytes, paged_attention
 from kernels.gpu.combine_experts import combine_experts
 from kernels.gpu.copy_blocks import copy_blocks
-from kernels.gpu.draw_tokens import draw_tokens
 from kernels.gpu.gelu import gelu, gelu_and_mul
 from kernels.gpu.grouped_matmul import grouped_matmul
-from kernels.gpu.kept_range import kept_range
 from kernels.gpu.layer_norm import layer_norm
 from kernels.gpu.lora import lora_expand, lora_shrink
 from kernels.gpu.matmul import matmul
-from kernels.gpu.paged_attention import attention_scratch, attention_scratch_bytes, paged_attention
-from kernels.gpu.penalties import penalize
 from kernels.gpu.quantized.choice import quantized_product
 from kernels.gpu.quantized.grouped_product import grouped_quantized_matmul
 from kernels.gpu.quantized.packed_codes import pack_experts
-from kernels.gpu.random_bits import uniforms
 from kernels.gpu.reshape_and_cache import reshape_and_cache
 from kernels.gpu.rms_norm import rms_norm
 from kernels.gpu.rotary import rotary
 from kernels.gpu.rotary_and_cache import rotary_and_cache
 from kernels.gpu.route_experts import route_experts
+from kernels.gpu.sampling.chunk_maxima import chunk_maxima
+from kernels.gpu.sampling.draw_tokens import draw_tokens
+from kernels.gpu.sampling.kept_range import kept_range
+from kernels.gpu.sampling.penalties import penalize
+from kernels.gpu.sampling.random_bits import uniforms
+from kernels.gpu.sampling.token_logprobs import token_logprobs
+from kernels.gpu.sampling.top_logits import top_logits
 from kernels.gpu.silu_and_mul import silu_and_mul
-from kernels.gpu.token_logprobs import token_logprobs
-from kernels.gpu.top_logits import top_logits
 
 # What torch does well already: no sampling follows that could use the maxima of chunks.
 from kernels.oracles.reference import most_likely

@@ -40,8 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     from octavo.shared.options import OptionError
     from scheduler_svc.text.tokenizer import Tokenizer
     from worker_svc.config import WorkerConfig
-    from worker_svc.models.cache_scales import LARGEST, CacheScales, calibrated_path
-    from worker_svc.models.checkpoint_scales import numbers_of
+    from worker_svc.models.cache_scales.cache_scales import LARGEST, CacheScales, calibrated_path
+    from worker_svc.models.cache_scales.checkpoint_scales import numbers_of
     from worker_svc.server import load
     from worker_svc.steps.calibration import largest_keys_and_values
 

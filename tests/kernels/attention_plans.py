@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.gpu.attention_scratch import SEGMENT, SPAN
-from kernels.gpu.attention_work import FIRST_LINE, NUM_FACTS, PIECE, TOKEN_END, WHOLE_END, plan_kernel
+from kernels.gpu.attention.scratch import SEGMENT, SPAN
+from kernels.gpu.attention.work import FIRST_LINE, NUM_FACTS, PIECE, TOKEN_END, WHOLE_END, plan_kernel
 from tests.kernels.device import DEVICE
 
 KEY_TILE, SPLIT_ROWS, WHOLE_ROWS = 64, 64, 128  # on Hopper

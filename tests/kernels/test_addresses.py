@@ -10,7 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kernels.gpu import kept_range, paged_attention
+from kernels.gpu.attention import paged_attention
+from kernels.gpu.sampling import kept_range
 
 
 class Launches:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from kernels.gpu.attention_scratch import FEW_LINES, lines_needed
+from kernels.gpu.attention.scratch import FEW_LINES, lines_needed
 from tests.kernels.attention_plans import SEGMENT, SPAN, WHOLE_ROWS, cost, plan
 
 MULTIPROCESSORS = 132

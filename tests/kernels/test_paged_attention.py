@@ -17,17 +17,11 @@ import triton.language as tl
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from kernels.gpu import (
-    attention_decode,
-    attention_prefill,
-    attention_rows,
-    attention_scratch,
-    attention_segment,
-    attention_work,
-)
-from kernels.gpu import paged_attention as module
-from kernels.gpu.attention_scratch import new_scratch
-from kernels.gpu.attention_work import PIECE
+from kernels.gpu.attention import decode, prefill, rows, segment, work
+from kernels.gpu.attention import paged_attention as module
+from kernels.gpu.attention import scratch as attention_scratch
+from kernels.gpu.attention.scratch import new_scratch
+from kernels.gpu.attention.work import PIECE
 from kernels.oracles import reference
 from tests.kernels.cases import PagedCase
 from tests.kernels.device import DEVICE, IS_INTERPRETED
@@ -49,7 +43,7 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     if not IS_INTERPRETED:
         return
     for name, number in (("SEGMENT", SEGMENT), ("SPAN", SPAN)):
-        for place in (attention_decode, attention_prefill, attention_rows, attention_segment, attention_work):
+        for place in (decode, prefill, rows, segment, work):
             monkeypatch.setattr(place, name, tl.constexpr(number), raising=False)
         for host in (attention_scratch, module):
             monkeypatch.setattr(host, name, number, raising=False)

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
-from kernels.gpu import paged_attention, reshape_and_cache, rotary_and_cache
+from kernels.gpu import reshape_and_cache, rotary_and_cache
+from kernels.gpu.attention import paged_attention
 from octavo.cli import main
 from scheduler_svc.models.served_model import fingerprint_of
 from tests.tiny_models import make_tiny_model
@@ -24,11 +25,11 @@ from tests.worker.fake_model import FakeModel, fake_config
 from worker_svc.cache.cache_sizing import Limits
 from worker_svc.config import WorkerConfig
 from worker_svc.host.device_memory import HostMemory
-from worker_svc.models.cache_scales import CacheScales, calibrated_path
-from worker_svc.models.checkpoint_scales import numbers_of, scales_of_checkpoint
+from worker_svc.models.cache_scales.cache_scales import CacheScales, calibrated_path
+from worker_svc.models.cache_scales.checkpoint_scales import numbers_of, scales_of_checkpoint
+from worker_svc.models.cache_scales.found_scales import find_scales
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
-from worker_svc.models.found_scales import find_scales
 from worker_svc.models.loader import load_model
 from worker_svc.models.parts import ModelPart
 from worker_svc.parallel.ranks import Ranks

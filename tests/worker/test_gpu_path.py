@@ -27,7 +27,7 @@ from tests.worker.replayed_graphs import ReplayedGraphs, kept
 from worker_svc.host.graph_backend import CudaGraphBackend
 from worker_svc.host.memory import GIB
 from worker_svc.mirror.sequence_states import SequenceStates
-from worker_svc.models.cache_scales import CacheScales
+from worker_svc.models.cache_scales.cache_scales import CacheScales
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.loader import Model, load_model
 from worker_svc.steps.model_runner import ModelRunner

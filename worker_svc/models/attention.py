@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from kernels.gpu.attention_scratch import Scratch
+    from kernels.gpu.attention.scratch import Scratch
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from worker_svc.models.cache_scales import CacheScales
+from worker_svc.models.cache_scales.cache_scales import CacheScales
 from worker_svc.models.errors import ModelError
 from worker_svc.models.families import FAMILIES
 from worker_svc.models.quantized.checkpoint_format import CheckpointFormat

@@ -12,6 +12,7 @@ from kernels.select import kernels_for
 from octavo.shared.terminal_row import ByteBar
 from worker_svc.host.memory import GIB, available_bytes
 from worker_svc.models.attention import AttentionMetadata
+from worker_svc.models.cache_scales.checkpoint_scales import is_cache_scale
 from worker_svc.models.checkpoint_files import (
     LOAD_FORMATS,
     Tensors,
@@ -19,7 +20,6 @@ from worker_svc.models.checkpoint_files import (
     detect_format,
     open_checkpoint,
 )
-from worker_svc.models.checkpoint_scales import is_cache_scale
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.logit_reader import LogitReader

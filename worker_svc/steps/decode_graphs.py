@@ -30,7 +30,7 @@ from worker_svc.steps.graph_captures import capture_within
 from worker_svc.steps.input_batch import InputArrays
 
 if TYPE_CHECKING:
-    from kernels.gpu.attention_scratch import Scratch
+    from kernels.gpu.attention.scratch import Scratch
 
 Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor, torch.Tensor], object]
 """(token_ids, positions, attention, logits_rows, out), which writes logits to `out`: `Model.forward` over one cache."""

@@ -21,7 +21,7 @@ from worker_svc.models.attention import AttentionMetadata
 from worker_svc.sampling.last_tokens import LastTokens
 
 if TYPE_CHECKING:
-    from kernels.gpu.attention_scratch import Scratch
+    from kernels.gpu.attention.scratch import Scratch
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from worker_svc.steps.stage_answers import StageAnswers
 from worker_svc.steps.step_timer import StepTimer
 
 if TYPE_CHECKING:
-    from kernels.gpu.attention_scratch import Scratch
+    from kernels.gpu.attention.scratch import Scratch
     from worker_svc.adapters.adapter_set import AdapterSet
     from worker_svc.models.loader import Model
 

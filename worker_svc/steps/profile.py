@@ -20,7 +20,7 @@ from protos import worker_pb2
 from worker_svc.cache.cache_sizing import Limits
 from worker_svc.host.device_memory import DeviceMemory
 from worker_svc.mirror.sequence_states import SequenceStates
-from worker_svc.models.found_scales import warn_of_cuts
+from worker_svc.models.cache_scales.found_scales import warn_of_cuts
 from worker_svc.models.logit_reader import MAX_ROWS_AT_ONCE
 from worker_svc.steps.mixed_graphs import token_counts
 from worker_svc.steps.model_runner import ModelRunner

@@ -9,8 +9,8 @@ from pathlib import Path
 import structlog
 import torch
 
-from worker_svc.models.cache_scales import CacheScales, calibrated_path
-from worker_svc.models.checkpoint_scales import numbers_of, scales_of_checkpoint
+from worker_svc.models.cache_scales.cache_scales import CacheScales, calibrated_path
+from worker_svc.models.cache_scales.checkpoint_scales import numbers_of, scales_of_checkpoint
 from worker_svc.models.config import ModelConfig
 
 log = structlog.get_logger()

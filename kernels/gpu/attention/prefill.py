@@ -19,9 +19,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gpu.attention_rows import attend_rows, seen_keys
-from kernels.gpu.attention_segment import SEGMENT, SPAN, finish, join, nothing
-from kernels.gpu.attention_work import OF_A_STEP, WHOLE_END, sequence_of
+from kernels.gpu.attention.rows import attend_rows, seen_keys
+from kernels.gpu.attention.segment import SEGMENT, SPAN, finish, join, nothing
+from kernels.gpu.attention.work import OF_A_STEP, WHOLE_END, sequence_of
 
 
 @triton.jit(do_not_specialize=OF_A_STEP)

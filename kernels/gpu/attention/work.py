@@ -24,7 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gpu.attention_segment import SEGMENT, SPAN
+from kernels.gpu.attention.segment import SEGMENT, SPAN
 
 CHUNK = tl.constexpr(256)
 PIECE, FIRST_LINE, SPLIT_END = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gpu.sampling_weights import weigh
+from kernels.gpu.sampling.weights import weigh
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gpu.attention_segment import LOG2_E, SEGMENT, SPAN, attend_tiles, nothing
+from kernels.gpu.attention.segment import LOG2_E, SEGMENT, SPAN, attend_tiles, nothing
 
 
 @triton.jit

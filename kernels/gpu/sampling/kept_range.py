@@ -30,8 +30,8 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous, check_rows
-from kernels.gpu.float_order import from_rising_key, largest_reached, largest_stored, rising_key, weight_stored
-from kernels.gpu.sampling_weights import (
+from kernels.gpu.sampling.float_order import from_rising_key, largest_reached, largest_stored, rising_key, weight_stored
+from kernels.gpu.sampling.weights import (
     ONE,
     halvings,
     is_finite,

@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous, check_rows
-from kernels.gpu.random_bits import random_53_bits
-from kernels.gpu.sampling_weights import (
+from kernels.gpu.sampling.random_bits import random_53_bits
+from kernels.gpu.sampling.weights import (
     SEGMENT_CHUNKS,
     halvings,
     is_finite,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous, check_rows
-from kernels.gpu.sampling_weights import SEGMENT_CHUNKS, num_segments, segment_tokens
+from kernels.gpu.sampling.weights import SEGMENT_CHUNKS, num_segments, segment_tokens
 from kernels.gpu.tiles import cdiv
 from kernels.gpu.variant import Variant
 from kernels.oracles.reference_sampling import CHUNK_SIZE

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous, check_rows
-from kernels.gpu.float_order import from_rising_key, rising_key
+from kernels.gpu.sampling.float_order import from_rising_key, rising_key
 from kernels.gpu.tiles import cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
 from kernels.oracles.reference_sampling import CHUNK_SIZE

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous, check_rows
-from kernels.gpu.sampling_weights import is_finite, num_segments, segment_tokens
+from kernels.gpu.sampling.weights import is_finite, num_segments, segment_tokens
 from kernels.gpu.tiles import next_power_of_2
 from kernels.gpu.variant import Variant
 

@@ -11,7 +11,7 @@ read one right after the other. Shares depend on the batch; the segments of whic
 
     sums f32[num_lines, num_heads, head_size], maxima and totals f32[num_lines, num_heads]
 
-have a line for each token and piece (`attention_work`). Then `join_kernel` adds a token's pieces from the first to the
+have a line for each token and piece (`work`). Then `join_kernel` adds a token's pieces from the first to the
 last, those of a span by themselves. A tile has 64 rows, as many as the matrix units are given at least: 64 / group
 tokens cost what one costs, because time is spent on reading keys. Products of this shape are the same instructions as
 in the prefill kernel, so that a token has the same bits there.
@@ -22,9 +22,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gpu.attention_rows import attend_rows, seen_keys
-from kernels.gpu.attention_segment import SEGMENT, SPAN, finish, join
-from kernels.gpu.attention_work import FIRST_LINE, OF_A_STEP, PIECE, SPLIT_END, TOKEN_END, needed_keys, sequence_of
+from kernels.gpu.attention.rows import attend_rows, seen_keys
+from kernels.gpu.attention.segment import SEGMENT, SPAN, finish, join
+from kernels.gpu.attention.work import FIRST_LINE, OF_A_STEP, PIECE, SPLIT_END, TOKEN_END, needed_keys, sequence_of
 
 
 @triton.jit(do_not_specialize=OF_A_STEP)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from worker_svc.models.cache_scales import CacheScales, Table
+from worker_svc.models.cache_scales.cache_scales import CacheScales, Table
 from worker_svc.models.checkpoint_files import checkpoint_paths, detect_format, open_checkpoint
 from worker_svc.models.errors import ModelError
 from worker_svc.models.raw_config import RawConfig

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.architectures import MAX_SHARED_BYTES
-from kernels.gpu.attention_decode import join_kernel, segment_kernel
-from kernels.gpu.attention_prefill import prefill_kernel
-from kernels.gpu.attention_tiling import ALL_REGISTERS, JOIN_REGISTERS, Tiling, padded, tiling
-from kernels.gpu.attention_work import OF_A_STEP, plan_kernel
+from kernels.gpu.attention.decode import join_kernel, segment_kernel
+from kernels.gpu.attention.prefill import prefill_kernel
+from kernels.gpu.attention.tiling import ALL_REGISTERS, JOIN_REGISTERS, Tiling, padded, tiling
+from kernels.gpu.attention.work import OF_A_STEP, plan_kernel
 from kernels.gpu.variant import Variant
 
 

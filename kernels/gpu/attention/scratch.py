@@ -1,6 +1,6 @@
 """What paged attention needs of a GPU's memory besides its arguments: allocated once, used by all layers and steps.
 
-A line holds one token's sums over one piece of its sequence's keys (`attention_work`). How many there are does not
+A line holds one token's sums over one piece of its sequence's keys (`work`). How many there are does not
 follow from the cache: sequences may share blocks, and several tokens of a sequence each have sums of their own. It is
 enough that every sequence's newest token has a line a span, however long all of them are; beyond that, FEW_LINES let
 short contexts be cut into segments, and sequences with few new tokens be split. What does not fit is computed whole.
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kernels.gpu import attention_segment
+from kernels.gpu.attention import segment
 
-SEGMENT: int = attention_segment.SEGMENT.value
-SPAN: int = attention_segment.SPAN.value
+SEGMENT: int = segment.SEGMENT.value
+SPAN: int = segment.SPAN.value
 # At least so many lines: 256 tokens after 131,072, in spans. Of 32 heads of 128, 136 MB.
 FEW_LINES = 8192
 KEPT_ROWS = 128  # of a multiprocessor: the tiles of rows that the prefill kernel has at once

@@ -2,7 +2,7 @@
 
     out[t, h] = sum_j softmax_j(bias(cap(scale * query[t, h] . key[j, h // group]))) value[j, h // group]
 
-Source: Kwon et al. 2023 (arXiv:2309.06180) for the cache; `attention_segment` for the rest. Layout: key_cache,
+Source: Kwon et al. 2023 (arXiv:2309.06180) for the cache; `segment` for the rest. Layout: key_cache,
 value_cache [num_blocks, num_kv_heads, block_size, head_size], a block's heads, tokens and elements contiguous; blocks
 may lie apart (a layer of a store). out, query [T, num_heads, head_size], a token's heads contiguous.
 
@@ -26,11 +26,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu import attention_kinds, attention_segment
 from kernels.gpu.architectures import MAX_SHARED_BYTES
-from kernels.gpu.attention_decode import join_kernel, segment_kernel
-from kernels.gpu.attention_prefill import prefill_kernel
-from kernels.gpu.attention_scratch import (
+from kernels.gpu.attention import kinds, segment
+from kernels.gpu.attention.decode import join_kernel, segment_kernel
+from kernels.gpu.attention.prefill import prefill_kernel
+from kernels.gpu.attention.scratch import (
     KEPT_ROWS,
     SEGMENT,
     AttentionPass,
@@ -39,11 +39,11 @@ from kernels.gpu.attention_scratch import (
     new_scratch,
     scratch_bytes,
 )
-from kernels.gpu.attention_tiling import ALL_REGISTERS, JOIN_REGISTERS, padded, tiling
-from kernels.gpu.attention_work import NUM_FACTS, plan_kernel
+from kernels.gpu.attention.tiling import ALL_REGISTERS, JOIN_REGISTERS, padded, tiling
+from kernels.gpu.attention.work import NUM_FACTS, plan_kernel
 from kernels.gpu.variant import Variant
 
-LOG2_E = attention_segment.LOG2_E.value
+LOG2_E = segment.LOG2_E.value
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _JOIN_PROGRAMS = 8  # of a multiprocessor
 _CACHE_TYPES = (*_TYPES, torch.float8_e4m3fn)
@@ -296,4 +296,4 @@ def _check_scratch(
 
 def variants() -> Iterator[Variant]:
     """Those of every kind of model, and of every cut of them."""
-    return attention_kinds.variants_of_all()
+    return kinds.variants_of_all()
