@@ -44,18 +44,20 @@ class FrontendMessage(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[FrontendEvent, _Mapping]]] = ...) -> None: ...
 
 class FrontendEvent(_message.Message):
-    __slots__ = ("listening", "group", "sequence_end", "closed", "refused")
+    __slots__ = ("listening", "group", "sequence_end", "closed", "refused", "echo")
     LISTENING_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_END_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    ECHO_FIELD_NUMBER: _ClassVar[int]
     listening: Listening
     group: PreparedGroup
     sequence_end: SequenceEnd
     closed: GroupClosed
     refused: Refused
-    def __init__(self, listening: _Optional[_Union[Listening, _Mapping]] = ..., group: _Optional[_Union[PreparedGroup, _Mapping]] = ..., sequence_end: _Optional[_Union[SequenceEnd, _Mapping]] = ..., closed: _Optional[_Union[GroupClosed, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+    echo: bool
+    def __init__(self, listening: _Optional[_Union[Listening, _Mapping]] = ..., group: _Optional[_Union[PreparedGroup, _Mapping]] = ..., sequence_end: _Optional[_Union[SequenceEnd, _Mapping]] = ..., closed: _Optional[_Union[GroupClosed, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., echo: bool = ...) -> None: ...
 
 class Listening(_message.Message):
     __slots__ = ("pid",)
@@ -140,7 +142,7 @@ class CoreMessage(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[CoreEvent, _Mapping]]] = ..., is_queue_full: bool = ...) -> None: ...
 
 class CoreEvent(_message.Message):
-    __slots__ = ("state", "admitted", "refused", "tokens", "beams", "end", "prompt_logprobs", "report")
+    __slots__ = ("state", "admitted", "refused", "tokens", "beams", "end", "prompt_logprobs", "report", "echo")
     STATE_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
@@ -149,6 +151,7 @@ class CoreEvent(_message.Message):
     END_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
+    ECHO_FIELD_NUMBER: _ClassVar[int]
     state: CoreState
     admitted: Admitted
     refused: Refused
@@ -157,7 +160,8 @@ class CoreEvent(_message.Message):
     end: GroupEnd
     prompt_logprobs: GroupPromptLogprobs
     report: _shards_pb2.ShardReport
-    def __init__(self, state: _Optional[_Union[CoreState, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., tokens: _Optional[_Union[TokenColumns, _Mapping]] = ..., beams: _Optional[_Union[Beams, _Mapping]] = ..., end: _Optional[_Union[GroupEnd, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[GroupPromptLogprobs, _Mapping]] = ..., report: _Optional[_Union[_shards_pb2.ShardReport, _Mapping]] = ...) -> None: ...
+    echo: bool
+    def __init__(self, state: _Optional[_Union[CoreState, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., tokens: _Optional[_Union[TokenColumns, _Mapping]] = ..., beams: _Optional[_Union[Beams, _Mapping]] = ..., end: _Optional[_Union[GroupEnd, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[GroupPromptLogprobs, _Mapping]] = ..., report: _Optional[_Union[_shards_pb2.ShardReport, _Mapping]] = ..., echo: bool = ...) -> None: ...
 
 class CoreState(_message.Message):
     __slots__ = ("is_ready", "is_draining", "is_broken_off", "models")

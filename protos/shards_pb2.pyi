@@ -14,20 +14,22 @@ class FrontRequests(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[FrontRequest, _Mapping]]] = ...) -> None: ...
 
 class FrontRequest(_message.Message):
-    __slots__ = ("claim", "released", "listening", "refused", "used", "abort")
+    __slots__ = ("claim", "released", "listening", "refused", "used", "abort", "echo")
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     LISTENING_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     USED_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    ECHO_FIELD_NUMBER: _ClassVar[int]
     claim: IdClaim
     released: int
     listening: int
     refused: int
     used: ClaimUse
     abort: HeldAbort
-    def __init__(self, claim: _Optional[_Union[IdClaim, _Mapping]] = ..., released: _Optional[int] = ..., listening: _Optional[int] = ..., refused: _Optional[int] = ..., used: _Optional[_Union[ClaimUse, _Mapping]] = ..., abort: _Optional[_Union[HeldAbort, _Mapping]] = ...) -> None: ...
+    echo: int
+    def __init__(self, claim: _Optional[_Union[IdClaim, _Mapping]] = ..., released: _Optional[int] = ..., listening: _Optional[int] = ..., refused: _Optional[int] = ..., used: _Optional[_Union[ClaimUse, _Mapping]] = ..., abort: _Optional[_Union[HeldAbort, _Mapping]] = ..., echo: _Optional[int] = ...) -> None: ...
 
 class IdClaim(_message.Message):
     __slots__ = ("number", "tenant", "request_id", "num_prompt_tokens", "num_sequences", "num_bytes")
@@ -70,14 +72,16 @@ class FrontAnswers(_message.Message):
     def __init__(self, answers: _Optional[_Iterable[_Union[FrontAnswer, _Mapping]]] = ...) -> None: ...
 
 class FrontAnswer(_message.Message):
-    __slots__ = ("state", "id", "aborted")
+    __slots__ = ("state", "id", "aborted", "echo")
     STATE_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     ABORTED_FIELD_NUMBER: _ClassVar[int]
+    ECHO_FIELD_NUMBER: _ClassVar[int]
     state: FrontState
     id: IdAnswer
     aborted: AbortedHeld
-    def __init__(self, state: _Optional[_Union[FrontState, _Mapping]] = ..., id: _Optional[_Union[IdAnswer, _Mapping]] = ..., aborted: _Optional[_Union[AbortedHeld, _Mapping]] = ...) -> None: ...
+    echo: int
+    def __init__(self, state: _Optional[_Union[FrontState, _Mapping]] = ..., id: _Optional[_Union[IdAnswer, _Mapping]] = ..., aborted: _Optional[_Union[AbortedHeld, _Mapping]] = ..., echo: _Optional[int] = ...) -> None: ...
 
 class AbortedHeld(_message.Message):
     __slots__ = ("number", "found")

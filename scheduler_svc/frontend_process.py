@@ -7,6 +7,7 @@ started it. It ends when the core closes their link or is lost.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -28,6 +29,7 @@ from scheduler_svc.api.authority import Authority
 from scheduler_svc.api.inference_service import InferenceService
 from scheduler_svc.api.public_server import GRACE_S, listen, public_server
 from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.errors import NotReady
 from scheduler_svc.frontends.core_link import CoreLink
 from scheduler_svc.frontends.forwarding import forward
 from scheduler_svc.output.mailboxes import Mailboxes
@@ -93,27 +95,26 @@ async def serve(core_address: str, config: SchedulerConfig, number: int = 0) -> 
             authority=authority,
         )
 
-        is_listening = False
-
         async def on_state(state: frontend_pb2.CoreState) -> None:
-            nonlocal is_listening
             texts.expect(link.models)
             if state.is_draining:
                 inference.drain()
             if state.is_broken_off:
                 inference.break_off()
             await health.set_ready(state.is_ready and not state.is_draining)
-            if not is_listening:  # not before: a request would be told that there is no model
-                is_listening = True
+
+        async def open_port() -> None:
+            with contextlib.suppress(NotReady):  # the core ends already
+                await link.catch_up()  # not before: a request would be told that there is no model
+                listen(server, config, number)
                 await server.start()
                 link.say_listening(os.getpid())
 
-        listen(server, config, number)
         texts.start()
         if prompts is not None:
             prompts.start()
         try:
-            await link.follow(on_state)
+            await asyncio.gather(link.follow(on_state), open_port())
         finally:
             await texts.stop()
         await health.shut_down()

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import grpc
 import structlog
@@ -27,7 +27,7 @@ from scheduler_svc.api.request_trace import RequestTrace
 from scheduler_svc.api.status import refusals
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.engine.engine_core import Core
-from scheduler_svc.errors import NotReady, RequestRefused
+from scheduler_svc.errors import NotReady, RequestRefused, UnknownName
 from scheduler_svc.output.mailboxes import Mailbox, Mailboxes
 from scheduler_svc.output.prompt_log import PromptLog
 from scheduler_svc.output.request_stream import RequestStream
@@ -39,6 +39,8 @@ from scheduler_svc.requests.request_text import PreparedText
 from scheduler_svc.requests.tenants import Metadata, Tenants
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 SERVICE = "octavo.v1.Inference"
 _DONE = object()
@@ -212,9 +214,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def _tokenized(self, data: bytes, head: pb.GenerateRequest, trace: RequestTrace | None) -> PreparedText:
         if trace is None:
-            return await self._texts.prepare(data)
+            return await self._with_models(self._texts.prepare, data)
         with trace.tokenizing(head):
-            return await self._texts.prepare(data)
+            return await self._with_models(self._texts.prepare, data)
 
     async def _new_group(self, prepared: PreparedText, arrival_ns: int) -> SequenceGroup:
         num_tokens = len(prepared.token_ids) + sum(len(output.token_ids) for output in prepared.request.resume)
@@ -261,6 +263,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
         """Of the model named, or of the default one; raises UnknownName."""
+        await self._core.catch_up()
         model = self._frontend.model(request.model)
         return pb.ModelInfo(
             model=model.name,
@@ -281,6 +284,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListModelsResponse:
         """Every model and revision, with how many workers serve it."""
+        await self._core.catch_up()
         return pb.ListModelsResponse(models=model_states(self._frontend.models()))
 
     async def Tokenize(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
@@ -293,6 +297,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def _admitted(self, answer: Callable[[bytes], Awaitable[bytes]], data: bytes) -> bytes:
         with self._admission.admit(len(data)):
+            return await self._with_models(answer, data)
+
+    async def _with_models(self, answer: Callable[[bytes], Awaitable[T]], data: bytes) -> T:
+        """Once more where the model has only not been told to this process yet: another one may be ready sooner."""
+        models = self._frontend.models()
+        try:
+            return await answer(data)
+        except (NotReady, UnknownName):
+            await self._core.catch_up()
+            if self._frontend.models() is models:
+                raise
             return await answer(data)
 
 

@@ -39,6 +39,9 @@ class Core(Protocol):
     async def adapters(self) -> list[str]:
         """Names of those that a request may use now."""
 
+    async def catch_up(self) -> None:
+        """Returns once this process knows of the models what any other has been told by now. Raises NotReady."""
+
 
 class EngineCore:
     """The engine in this process. Of its own it has only that `submit` ends what a group replaces first."""
@@ -77,3 +80,6 @@ class EngineCore:
     async def adapters(self) -> list[str]:
         """See `Core`."""
         return self._engine.adapter_names()
+
+    async def catch_up(self) -> None:
+        """See `Core`; nobody is told sooner."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,7 @@ class CoreLink:
         self._numbers: dict[SequenceGroup, int] = {}
         self._groups: dict[int, SequenceGroup] = {}
         self._answers: dict[int, asyncio.Future[None]] = {}
+        self._echoes: deque[asyncio.Future[None]] = deque()  # that have yet to come back
         self._descriptions = frontend_pb2.ServedModels()
         self._is_queue_full = False  # when the core last said anything
         self._refused_until_s: dict[str, float] = {}  # by tenant: until when a limit refuses it, if nothing changes
@@ -81,7 +83,7 @@ class CoreLink:
         finally:
             call.cancel()  # where this task is; does nothing to a call that has ended
             self._is_closed = True
-            for answer in self._answers.values():
+            for answer in (*self._answers.values(), *self._echoes):
                 if not answer.done():
                     answer.set_exception(NotReady(GONE))
 
@@ -187,6 +189,15 @@ class CoreLink:
         )
         return list(response.names)
 
+    async def catch_up(self) -> None:
+        """See `Core`: what comes back from the core now has all that it has told before it."""
+        if self._is_closed:
+            raise NotReady(GONE)
+        echo = asyncio.get_running_loop().create_future()
+        self._echoes.append(echo)
+        self._outbox.put(frontend_pb2.FrontendEvent(echo=True))
+        await echo
+
     def finish_sequence(self, sequence: Sequence) -> None:
         """The sequence's text is complete. Its request's id may be used again once the core has heard that."""
         if (number := self._numbers.get(sequence.group)) is not None:
@@ -239,6 +250,9 @@ class CoreLink:
                 self._mailboxes.ring(partial(take_end, group, reason, event.end.message))
         elif kind == "admitted":
             self._answer(event.admitted.number, None)
+        elif kind == "echo":
+            if not (echo := self._echoes.popleft()).done():  # or whoever waited has gone
+                echo.set_result(None)
         elif kind == "refused":
             self._answer(event.refused.number, decode_refusal(event.refused))
 

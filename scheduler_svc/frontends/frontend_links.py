@@ -143,6 +143,8 @@ class FrontendLink:
             refusal = decode_refusal(event.refused)
             assert isinstance(refusal, RequestRefused)
             self._core.refused(refusal)
+        elif kind == "echo":
+            self.outbox.put(frontend_pb2.CoreEvent(echo=True))
         elif kind == "listening":
             log.info("frontend is listening", pid=event.listening.pid)
 

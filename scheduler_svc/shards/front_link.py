@@ -27,7 +27,7 @@ class FrontLink:
         self._stub = shards_pb2_grpc.FrontStub(channel)
         self._outbox: Outbox[shards_pb2.FrontRequest] = Outbox()
         self._last_number = 0
-        self._answers: dict[int, asyncio.Future[bool]] = {}  # to claims, and to questions whether one was aborted
+        self._answers: dict[int, asyncio.Future[bool]] = {}  # to claims, questions whether one was aborted, and echoes
         self._is_closed = False
 
     async def follow(self, on_state: Callable[[shards_pb2.FrontState], Awaitable[None]]) -> None:
@@ -39,7 +39,9 @@ class FrontLink:
                     if answer.HasField("state"):
                         await on_state(answer.state)
                     elif answer.HasField("aborted"):
-                        self._take_aborted(answer.aborted)
+                        self._settle(answer.aborted.number, answer.aborted.found)
+                    elif answer.HasField("echo"):
+                        self._settle(answer.echo, True)
                     else:
                         self._take(answer.id)
         finally:
@@ -79,6 +81,15 @@ class FrontLink:
         self._outbox.put(shards_pb2.FrontRequest(abort=abort))
         try:
             return await answer
+        finally:
+            del self._answers[number]
+
+    async def catch_up(self) -> None:
+        """Returns once all is here that the parent has told anybody by now. Raises NotReady."""
+        number, answer = self._ask()
+        self._outbox.put(shards_pb2.FrontRequest(echo=number))
+        try:
+            await answer
         finally:
             del self._answers[number]
 
@@ -122,10 +133,10 @@ class FrontLink:
         else:
             waiting.set_result(not answer.is_taken)
 
-    def _take_aborted(self, answer: shards_pb2.AbortedHeld) -> None:
-        waiting = self._answers.get(answer.number)
+    def _settle(self, number: int, result: bool) -> None:
+        waiting = self._answers.get(number)
         if waiting is not None and not waiting.done():
-            waiting.set_result(answer.found)
+            waiting.set_result(result)
 
     async def _messages(self) -> AsyncIterator[shards_pb2.FrontRequests]:
         async for requests in self._outbox.batches():

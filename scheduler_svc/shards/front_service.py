@@ -110,6 +110,8 @@ class FrontService(shards_pb2_grpc.FrontServicer):
         elif kind == "abort":
             found = self._abort_held(request.abort)
             box.put(shards_pb2.FrontAnswer(aborted=shards_pb2.AbortedHeld(number=request.abort.number, found=found)))
+        elif kind == "echo":
+            box.put(shards_pb2.FrontAnswer(echo=request.echo))
         elif kind == "listening":
             log.info("frontend is listening", pid=request.listening)
 

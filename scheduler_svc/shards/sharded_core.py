@@ -181,6 +181,12 @@ class ShardedCore:
         """Those that any shard has; sorted."""
         return sorted({name for link in self._open_links() for name in link.adapters_there})
 
+    async def catch_up(self) -> None:
+        """See `Core`: of the parent, and then of every shard that it has told of. One that is lost meanwhile has told
+        all that it ever will; one that is only silent is, before long."""
+        await self._front.catch_up()
+        await asyncio.gather(*(link.catch_up() for link in self._links.values()), return_exceptions=True)
+
     def finish_sequence(self, sequence: Sequence) -> None:
         """The sequence's text is complete."""
         sequence.status = SequenceStatus.FINISHED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from scheduler_svc.frontends.core_link import CoreLink
 from scheduler_svc.frontends.core_service import CoreService
 from scheduler_svc.frontends.frontend_links import FrontendLink, FrontendLinks
 from scheduler_svc.models.model_description import encode_models
+from scheduler_svc.models.served_models import ServedModels
 from scheduler_svc.output.mailboxes import Mailboxes
 from scheduler_svc.requests.frontend import Frontend
 from scheduler_svc.serving import Serving
@@ -196,6 +198,36 @@ async def test_an_adapter_that_is_not_there(tmp_path):
                 await ends.link.submit(group, replaces=False)
             assert await ends.link.adapters() == []
             await ends.check_nothing_is_kept()
+
+
+async def test_who_catches_up_knows_what_was_told_before(tmp_path, monkeypatch):
+    """However long it takes to read it: another frontend may have answered with it already."""
+    is_reading, may_read, decode = asyncio.Event(), threading.Event(), CoreLink._decode
+    loop = asyncio.get_running_loop()
+
+    def held(link: CoreLink, message: frontend_pb2.ServedModels) -> ServedModels:
+        loop.call_soon_threadsafe(is_reading.set)
+        assert may_read.wait(DEADLINE_S)
+        return decode(link, message)
+
+    with FakeWorker() as worker:
+        async with both_ends(tmp_path, worker) as ends:
+            await ends.link.catch_up()
+            monkeypatch.setattr(CoreLink, "_decode", held)
+            ends.links.set_state(frontend_pb2.CoreState())
+            catching_up = asyncio.create_task(ends.link.catch_up())
+            given_up = asyncio.create_task(ends.link.catch_up())
+            await is_reading.wait()
+            given_up.cancel()
+            assert ends.link.models.known and not catching_up.done()
+            may_read.set()
+            await catching_up
+            assert not ends.link.models.known
+            ends.following.cancel()
+            with pytest.raises(NotReady):
+                await ends.link.catch_up()
+            with pytest.raises(NotReady):
+                await ends.link.catch_up()
 
 
 async def test_requests_of_a_link_that_breaks_end(tmp_path):

@@ -60,9 +60,15 @@ class FullCore:
     def refused(self, refusal: RequestRefused) -> None:
         self.refusals.append(refusal)
 
+    async def catch_up(self) -> None:
+        return
 
-def _service(texts: SlowTexts, core: FullCore, admission: Admission) -> InferenceService:
-    return InferenceService(None, texts, core, Mailboxes(asyncio.get_running_loop()), admission)  # type: ignore[arg-type]  # fakes
+
+def _service(texts: Any, core: Any, admission: Admission, models: list[ServedModels] | None = None) -> InferenceService:
+    """`models`: of which the last are known here."""
+    known = models or [ServedModels()]
+    frontend = Frontend(lambda: known[-1], lambda _: None)
+    return InferenceService(frontend, texts, core, Mailboxes(asyncio.get_running_loop()), admission)
 
 
 async def test_requests_that_are_being_prepared_count_as_those_that_wait() -> None:
@@ -104,6 +110,66 @@ async def test_whatever_takes_text_passes_one_admission(method: str) -> None:
     texts.may_go_on.set()
     assert all(isinstance(each, NotReady) for each in await asyncio.gather(held, *small, return_exceptions=True))
     assert (admission.num_requests, admission.num_bytes) == (0, 0)
+
+
+class LateTexts:
+    """Knows the models of `known`, as the frontend does, and counts how often it is asked."""
+
+    def __init__(self, known: list[ServedModels]) -> None:
+        self._known = known
+        self.num_asked = 0
+
+    async def prepare(self, data: bytes) -> PreparedText:
+        self.num_asked += 1
+        request = pb.GenerateRequest.FromString(data)
+        return RequestText(self._known[-1].resolve(request.model), TextSettings()).prepare(request)
+
+    async def tokenize(self, data: bytes) -> bytes:
+        self.num_asked += 1
+        return self._known[-1].resolve(pb.TokenizeRequest.FromString(data).model).name.encode()
+
+
+class LateCore(FullCore):
+    """Another process knows the models already; this one does once it has caught up."""
+
+    def __init__(self, known: list[ServedModels], there: ServedModels) -> None:
+        super().__init__()
+        self._known = known
+        self._there = there
+
+    async def catch_up(self) -> None:
+        if self._known[-1] != self._there:
+            self._known.append(self._there)
+
+    async def adapters(self) -> list[str]:
+        return []
+
+
+async def test_a_model_that_another_process_knows_already_is_waited_for(tmp_path: Path) -> None:
+    model = tiny_served_model(tmp_path)
+
+    def service(*known_first: ServedModel) -> tuple[InferenceService, LateTexts, LateCore]:
+        known = [ServedModels.of(*known_first)]
+        texts, core = LateTexts(known), LateCore(known, ServedModels.of(*known_first, model))
+        return _service(texts, core, Admission(9, 1 << 20), known), texts, core
+
+    request = pb.GenerateRequest(prompt="abc", model="tiny").SerializeToString()
+    for first in ((), (dataclasses.replace(model, name="other", fingerprint="f" * 32),)):  # NotReady, UnknownName
+        it, texts, core = service(*first)
+        group, _ = await _prepare(it, request)
+        assert group.model == model.fingerprint and texts.num_asked == 2 and not core.refusals
+        it, texts, _ = service(*first)
+        assert await it.Tokenize(pb.TokenizeRequest(model="tiny").SerializeToString(), None) == b"tiny"
+        it, _, _ = service(*first)
+        assert (await it.GetModelInfo(pb.GetModelInfoRequest(model="tiny"), None)).model == "tiny"
+        it, _, _ = service(*first)
+        listed = await it.ListModels(pb.ListModelsRequest(), None)
+        assert [each.name for each in listed.models] == [*(each.name for each in first), "tiny"]
+    it, texts, core = service()
+    core._there = core._known[-1]
+    with pytest.raises(NotReady, match="no worker has joined"):
+        await _prepare(it, request)
+    assert texts.num_asked == 1, "nothing is new, and nothing is tried again"
 
 
 async def test_a_request_that_is_alone_is_taken_whatever_its_size() -> None:

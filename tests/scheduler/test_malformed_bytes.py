@@ -17,8 +17,10 @@ from scheduler_svc.api.control_service import ControlService
 from scheduler_svc.api.inference_service import InferenceService
 from scheduler_svc.api.public_server import public_server
 from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.models.served_models import ServedModels
 from scheduler_svc.output.mailboxes import Mailboxes
 from scheduler_svc.requests.admission import Admission
+from scheduler_svc.requests.frontend import Frontend
 from scheduler_svc.requests.request_reader import parse, read_generate_request
 from tests import malformed_bytes
 
@@ -44,7 +46,8 @@ async def test_each_is_refused_with_one_line_of_the_log(monkeypatch: pytest.Monk
     serving: Any = SimpleNamespace(engine=None)
     nothing: Any = None
     texts: Any = InlineTexts()
-    inference = InferenceService(nothing, texts, nothing, Mailboxes(asyncio.get_running_loop()), Admission(9, 9999))
+    frontend = Frontend(ServedModels, lambda _: None)
+    inference = InferenceService(frontend, texts, nothing, Mailboxes(asyncio.get_running_loop()), Admission(9, 9999))
     control = ControlService(serving, config, lambda: None)
     server, _ = public_server(config, inference, lambda server: control_service.add_to_server(control, server))
     port = bind(server, "127.0.0.1", 0)
