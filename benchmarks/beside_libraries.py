@@ -17,12 +17,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
+from gguf import GGUFReader, GGUFWriter
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client import Histogram as LibraryHistogram
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from tokenizers.decoders import DecodeStream
 
+from octavo.models.gguf_file import GgufFile
 from octavo.models.resolve import resolve_model
 from scheduler_svc.api.metrics_server import MAX_CONNECTIONS, MetricsServer
 from scheduler_svc.engine.histogram import Histogram
@@ -30,6 +32,7 @@ from scheduler_svc.engine.metrics import _BETWEEN_TOKENS_S
 from scheduler_svc.text.tokenizer import Tokenizer
 
 VALUES = 256  # of a column: a step of so many sequences
+GGUF_TOKENS = 128_256  # as Llama 3 has them
 ROUNDS = 7
 TEXT = "Once there was a ship that left the harbour in a storm, and nobody has ever seen it come back. 😀 " * 12
 
@@ -48,6 +51,7 @@ def main() -> None:
         (f"text of {VALUES} tokens that come together (tokenizers)", "us", text_us(tokenizer, VALUES)),
         ("a model of the hub's cache found by a new process (huggingface_hub)", "ms", cache_ms()),
         ("what reads options, imported by a new process (pydantic)", "ms", options_ms()),
+        (f"header of a GGUF file with {GGUF_TOKENS:,} tokens and as many merges (gguf)", "ms", gguf_ms()),
         (f"{2 * MAX_CONNECTIONS} clients that connect and say nothing (prometheus_client)", "threads", idle_threads()),
     ):
         print(f"| {name} | {ours:.3g} | {library:.3g} | {unit} |")
@@ -111,6 +115,25 @@ def options_ms() -> tuple[float, float]:
     return _process_ms("import octavo.shared.options"), _process_ms("import pydantic; pydantic.BaseModel")
 
 
+def gguf_ms() -> tuple[float, float]:
+    """Read, and its values as Python has them."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        writer = GGUFWriter(path, "llama")
+        tokens = [f"token{number}" for number in range(GGUF_TOKENS)]
+        writer.add_token_list(tokens)
+        writer.add_token_types([1] * GGUF_TOKENS)
+        writer.add_token_merges([f"{token} {token}" for token in tokens])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+
+        def library() -> list[object]:
+            return [field.contents() for field in GGUFReader(path).fields.values()]
+
+        return _least_us(lambda: GgufFile(path), 1, 2) / 1000, _least_us(library, 1, 2) / 1000
+
+
 def idle_threads() -> tuple[float, float]:
     """Threads that are there beside those that were before."""
     registry = CollectorRegistry()
@@ -149,9 +172,9 @@ def _program_us(program: str) -> float:
     return _least_us(lambda: subprocess.run([sys.executable, "-c", program], check=True), times=1)
 
 
-def _least_us(call: Callable[[], object], times: int = 50) -> float:
+def _least_us(call: Callable[[], object], times: int = 50, num_rounds: int = ROUNDS) -> float:
     rounds = []
-    for _ in range(ROUNDS):
+    for _ in range(num_rounds):
         started_ns = time.perf_counter_ns()
         for _ in range(times):
             call()

@@ -12,19 +12,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from octavo.models.errors import GGUFError
 from octavo.models.gguf_config import Metadata, family_of, lengths, read_config
 from octavo.models.gguf_families import GgufFamily, Layout, Weight
+from octavo.models.gguf_file import FileTensor, GgufFile
 from octavo.models.gguf_tokenizer import tokenizer_files
 from octavo.models.safetensors_stream import PendingTensor, write_safetensors
 from octavo.shared.terminal_row import ByteBar
-
-if TYPE_CHECKING:
-    from gguf import GGUFReader, ReaderTensor
 
 
 @dataclass(frozen=True)
@@ -54,48 +52,40 @@ def write_description(gguf_path: Path, folder: Path) -> Iterator[PendingTensor]:
 
     Raises `GGUFError`, for weights when they are iterated.
     """
-    reader, values = _read(gguf_path)
-    metadata = Metadata(values)
-    config = _config(reader, metadata)
-    tokenizer = tokenizer_files(values, metadata.integer("context_length"))
+    file = _read(gguf_path)
+    metadata = Metadata(file.values)
+    config = _config(file, metadata)
+    tokenizer = tokenizer_files(file.values, metadata.integer("context_length"))
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", _generation_config(config, metadata))
     for name, text in tokenizer.items():
         (folder / name).write_text(text, encoding="utf-8")
-    return _weights(reader, family_of(metadata), config)
+    return _weights(file, family_of(metadata), config)
 
 
 def read_tensors(gguf_path: Path) -> Iterator[GgufTensor]:
     """The weights, by the names of Hugging Face. Raises `GGUFError`."""
-    reader, values = _read(gguf_path)
-    metadata = Metadata(values)
-    yield from _weights(reader, family_of(metadata), _config(reader, metadata))
+    file = _read(gguf_path)
+    metadata = Metadata(file.values)
+    yield from _weights(file, family_of(metadata), _config(file, metadata))
 
 
-def _read(path: Path) -> tuple[GGUFReader, dict[str, Any]]:
-    try:
-        from gguf import GGUFReader
-    except ImportError:
-        raise GGUFError("converting a GGUF file needs the Python package `gguf`") from None
-    try:
-        reader = GGUFReader(path)
-        values = {name: field.contents() for name, field in reader.fields.items()}
-    except Exception as error:  # the package checks little, so a damaged file raises whatever its bytes lead to
-        raise GGUFError(f"this is not a readable GGUF file: {' '.join(str(error).split())}") from error
-    if (count := values.get("split.count", 1)) > 1:
-        raise GGUFError(f"this is part {values.get('split.no', 0) + 1} of {count}: join them into one file first")
-    return reader, values
+def _read(path: Path) -> GgufFile:
+    file = GgufFile(path)
+    if (count := file.values.get("split.count", 1)) > 1:
+        raise GGUFError(f"this is part {file.values.get('split.no', 0) + 1} of {count}: join them into one file first")
+    return file
 
 
-def _config(reader: GGUFReader, metadata: Metadata) -> dict[str, Any]:
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+def _config(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
+    tensors = {tensor.name: tensor for tensor in file.tensors}
     if "token_embd.weight" not in tensors:
         raise GGUFError("the file lacks 'token_embd.weight'")
 
     def values(name: str) -> np.ndarray | None:
         return _expanded(tensors[name]) if name in tensors else None
 
-    return read_config(metadata, int(tensors["token_embd.weight"].shape[-1]), "output.weight" in tensors, values)
+    return read_config(metadata, tensors["token_embd.weight"].shape[0], "output.weight" in tensors, values)
 
 
 def _generation_config(config: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
@@ -108,11 +98,11 @@ def _generation_config(config: dict[str, Any], metadata: Metadata) -> dict[str, 
     return ids
 
 
-def _weights(reader: GGUFReader, family: GgufFamily, config: dict[str, Any]) -> Iterator[GgufTensor]:
+def _weights(file: GgufFile, family: GgufFamily, config: dict[str, Any]) -> Iterator[GgufTensor]:
     sizes = lengths(config)
     num_layers = config.get("num_hidden_layers") or config["n_layer"]
     missing = _names(family, num_layers, has_head=not config["tie_word_embeddings"])
-    for tensor in reader.tensors:
+    for tensor in file.tensors:
         if tensor.name in _OF_ROPE:
             continue
         if tensor.name not in missing:
@@ -137,10 +127,10 @@ def _names(family: GgufFamily, num_layers: int, has_head: bool) -> dict[str, tup
     return names
 
 
-def _pending(tensor: ReaderTensor, name: str, weight: Weight, sizes: dict[str, int]) -> Iterator[GgufTensor]:
+def _pending(tensor: FileTensor, name: str, weight: Weight, sizes: dict[str, int]) -> Iterator[GgufTensor]:
     """One tensor, or one for each expert. Raises GGUFError for one of another shape."""
     shape = tuple(sizes[word] for word in weight.shape)
-    is_turned, found = weight.layout is Layout.TRANSPOSED, tuple(int(size) for size in reversed(tensor.shape))
+    is_turned, found = weight.layout is Layout.TRANSPOSED, tensor.shape
     if name.endswith(".bias"):  # of what comes out
         shape = shape[-1:] if is_turned else shape[:1]
     if weight.layout is Layout.EXPERTS:
@@ -149,7 +139,7 @@ def _pending(tensor: ReaderTensor, name: str, weight: Weight, sizes: dict[str, i
         expected = shape[::-1] if is_turned else shape
     if found != expected:
         raise GGUFError(f"tensor {tensor.name!r} has shape {found}, not {expected}")
-    kind = tensor.tensor_type.name
+    kind = tensor.kind.name
     if weight.layout is Layout.EXPERTS:
         for expert in range(sizes["experts"]):
             load = partial(_expanded, tensor, expert)
@@ -177,16 +167,16 @@ def _in_order(rows: np.ndarray, layout: Layout, head: int) -> np.ndarray:
     return _by_heads(rows, head) if layout is Layout.PARTS else rows
 
 
-def _bytes(tensor: ReaderTensor, expert: int | None = None) -> np.ndarray:
+def _bytes(tensor: FileTensor, expert: int | None = None) -> np.ndarray:
     return (tensor.data if expert is None else tensor.data[expert]).view(np.uint8)
 
 
-def _expanded(tensor: ReaderTensor, expert: int | None = None) -> np.ndarray:
+def _expanded(tensor: FileTensor, expert: int | None = None) -> np.ndarray:
     """float32, of one expert where the tensor holds several."""
     from gguf import dequantize
 
     data = tensor.data if expert is None else tensor.data[expert]
-    return dequantize(data, tensor.tensor_type).astype(np.float32, copy=False)
+    return dequantize(data, tensor.kind).astype(np.float32, copy=False)
 
 
 def _by_halves(values: np.ndarray, head: int) -> np.ndarray:
