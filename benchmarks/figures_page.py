@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gateway, peers, product_speed, step_profile, thread_settings, tracing
+from benchmarks import gateway, peer_figures, product_speed, step_profile, thread_settings, tracing
 from benchmarks.readme_figures import report as workloads_report
 from octavo.bench import picture
 from octavo.bench.figures import Figures
@@ -95,7 +95,7 @@ def _speeds(results: dict[str, Any], engine: str) -> list[float]:
 
 def _peers(model: str) -> str:
     results = newest(f"peers-{model}")
-    table, _, ratios = peers.report(results).partition("\n\n")
+    table, _, ratios = peer_figures.report(results).partition("\n\n")
     machine = results["machine"]
     about = f"{MODELS[model]}, {results['date'][:10]}, {machine['cores']} cores of {machine['cpu']}"
     about += f" ({machine['instructions']}):"
@@ -115,7 +115,7 @@ def _peers_ratios() -> str:
 
 
 def _ratio(results: dict[str, Any], engine: str, workload: str) -> float | None:
-    best = peers.best_other(results, engine, workload)
+    best = peer_figures.best_other(results, engine, workload)
     return None if best is None else statistics.median(best[1])
 
 

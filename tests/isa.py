@@ -7,45 +7,29 @@ kernels emulates; no promise of Octavo rests on the products of others (`tests/w
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from kernels.cpu.native.build import EMULATED, LEVELS, processor_features
+from benchmarks.instruction_sets import SETS
+from kernels.cpu.native.build import EMULATED
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_TESTS = ["tests/kernels", "tests/worker"]
-# Level of `kernels.cpu.native.build` -> what ATen may use, what oneDNN may, what MKL may.
-PROFILES = {
-    "avx2": ("avx2", "AVX2", "AVX2"),
-    EMULATED: ("avx2", "AVX2", "AVX2"),
-    "avx512": ("avx512", "AVX512_CORE", "AVX512"),
-    "avx512-bf16": ("avx512", "AVX512_CORE_BF16", "AVX512"),
-}
-
-
-def lacking(name: str) -> list[str]:
-    """What of the profile this machine does not have itself."""
-    return sorted(LEVELS[name].needs - processor_features())
+PROFILES = {**SETS, EMULATED: dataclasses.replace(SETS["avx2"], level=EMULATED)}
 
 
 def environment(name: str) -> dict[str, str]:
     """The variables of a process that computes as if on that processor."""
-    aten, onednn, mkl = PROFILES[name]
-    return {
-        **os.environ,
-        "KERNELS_CPU_LEVEL": name,
-        "ATEN_CPU_CAPABILITY": aten,
-        "ONEDNN_MAX_CPU_ISA": onednn,
-        "MKL_ENABLE_INSTRUCTIONS": mkl,
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-    }
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    return {**os.environ, **PROFILES[name].variables(), "OMP_NUM_THREADS": threads}
 
 
 def run(name: str, arguments: list[str]) -> int:
     """pytest's exit status, 0 where the profile is skipped."""
-    if missing := lacking(name):
+    if missing := PROFILES[name].lacking():
         print(f"{name}: skipped, as this processor has no {', '.join(missing)}", flush=True)
         return 0
     print(f"{name}:", flush=True)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from benchmarks import made_models, peers, shapes
-from benchmarks.peer_engine import ENGINES, EngineFailed, EngineKind, PeerEngine
+from benchmarks import machine_limits, made_models, peer_figures, peers, shapes, token_bytes
+from benchmarks.instruction_sets import SETS
+from benchmarks.peer_engine import EngineFailed, EngineKind, PeerEngine
+from benchmarks.peer_kinds import ENGINES
 from octavo.bench.workloads import BenchRequest, Workload
 from octavo.models.gguf_convert import read_tensors
 
@@ -92,10 +96,87 @@ def test_ours_are_set_against_the_best_of_their_kind() -> None:
     engines = {name: {"version": name, "ready_s": 1.5, "peak_gib": 2.0} for name in speeds} | {
         "vllm-compiled": {"missing": "x"}
     }
-    said = peers.report({"engines": engines, "runs": [{**run, "oracle": "transformers"} for run in runs]}).splitlines()
+    said = peer_figures.report(
+        {"engines": engines, "runs": [{**run, "oracle": "transformers"} for run in runs]}
+    ).splitlines()
     assert "| engine | W1, tokens/s | tokens of transformers | ready | memory |" in said
     assert "| octavo | 20 | 2 of 4 | 1.5 s | 2.00 GiB |" in said
     assert said[-1] == "W1: octavo / vllm-eager = 1.75 (0.50 to 3.00 over 2 rounds)", "no 8-bit engine is a peer"
+
+
+def test_w1_is_set_against_reading_its_weights_at_the_speed_measured_beside_it() -> None:
+    # 100 tokens behind the first in 2 s read 100 x 0.4 GB: 20 GB/s of 25; then 16 of 20.
+    run = {"workload": "W1", "engine": "octavo", "wall_s": 2.5, "tokens_per_s": 101 / 2.5, "prompt_s": 0.5}
+    runs = [run | {"round": 0, "read_gb_per_s": 25.0}, run | {"round": 1, "read_gb_per_s": 20.0}]
+    runs.append({"round": 0, "workload": "W2", "engine": "octavo", "wall_s": 1.0, "tokens_per_s": 5.0})
+    rows = {"engines": {"octavo": {"ready_s": 1.5, "peak_gib": 2.0, "token_bytes": 400_000_000}}, "runs": runs}
+    assert peer_figures.shares_of_bound(rows, "octavo") == pytest.approx([0.8, 1.0])
+    said = peer_figures.report(rows).splitlines()
+    assert said[0].startswith("| engine | W1, tokens/s | W2, tokens/s | of memory's bound |")
+    assert said[2].startswith("| octavo | 40 | 5 | 0.90 |")
+
+
+def test_a_request_that_is_alone_runs_between_two_looks_at_memory(engine: PeerEngine) -> None:
+    said = iter([30.0, 40.0])
+    asked: list[int] = []
+
+    class Reader:
+        def gb_per_s(self, num_bytes: int) -> float:
+            asked.append(num_bytes)
+            return next(said)
+
+    engine.pause()
+    turns = peers._Turns(workload(([1, 2], 3)), 100, 0, Reader(), {"octavo": {"token_bytes": 8}})  # type: ignore[arg-type]
+    (row,) = turns.take({"octavo": engine}, {})
+    assert row["read_gb_per_s"] == 40.0 and asked == [8, 8]
+    assert row["prompt_s"] > 0 and row["same_requests"] == 1
+    two = peers._Turns(workload(([1, 2], 3), ([4], 1)), 100, 0, Reader(), {})  # type: ignore[arg-type]
+    assert "read_gb_per_s" not in two.take({"octavo": engine}, {})[0]
+
+
+def test_all_engines_can_be_limited_to_the_same_instructions(tmp_path: Path) -> None:
+    (tmp_path / "llamacpp/bin").mkdir(parents=True)
+    (tmp_path / "made/qwen").mkdir(parents=True)
+    (tmp_path / "llamacpp/bin/llama-server").touch()
+    (tmp_path / "made/qwen/8-bit.gguf").touch()
+    kind, model = ENGINES["llamacpp-q8_0"], Path("models/qwen")
+    assert kind.missing(tmp_path, model) is None
+    missing = kind.missing(tmp_path, model, SETS["avx2"])
+    assert missing == str(tmp_path / "llamacpp/avx2/libggml-cpu.so.0"), "its own library would have all instructions"
+    limited = kind.variables(tmp_path, SETS["avx2"])
+    assert limited["KERNELS_CPU_LEVEL"] == "avx2" and limited["LD_LIBRARY_PATH"] == str(tmp_path / "llamacpp/avx2")
+    assert limited["ONEDNN_MAX_CPU_ISA"] == limited["OV_CPU_MAX_ISA"] == "AVX2"
+    assert "LD_LIBRARY_PATH" not in kind.variables(tmp_path) or "LD_LIBRARY_PATH" in os.environ
+
+
+def test_a_token_reads_all_weights_but_an_embedding_that_is_not_the_head(tmp_path: Path) -> None:
+    tensors = {"model.embed_tokens.weight": torch.zeros(7, 4), "model.norm.weight": torch.zeros(4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert token_bytes.of_checkpoint(tmp_path, 2) == 2 * (28 + 4)
+    save_file(tensors | {"lm_head.weight": torch.zeros(7, 4)}, tmp_path / "model.safetensors")
+    assert token_bytes.of_checkpoint(tmp_path, 4) == 4 * (28 + 4)
+
+
+def test_ours_are_counted_as_they_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shapes.write_checkpoint(tmp_path, shapes.LLAMA_3_2_1B | shapes.TINY)
+    monkeypatch.setattr("sys.argv", ["token_bytes", str(tmp_path), "dtype=float32", "max_model_len=64"])
+    assert token_bytes.main() == 0
+    # Numbers of 16 bits in panels of 48 outputs: of query, key and value, output, gate and up, down; of the head.
+    layer = 64 * (144 + 96 + 192) + 96 * 96
+    norms = 4 * 64 * (2 * 2 + 1)
+    assert int(capsys.readouterr().out) == 2 * (2 * layer + 64 * 1056) + norms
+
+
+def test_the_limits_of_a_machine_are_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine_limits, "_READ_BYTES", 1 << 20)
+    monkeypatch.setattr(machine_limits, "_SHAPES", ((4, 64, 64),))
+    monkeypatch.setattr("sys.argv", ["machine_limits", "--threads", "1"])
+    assert machine_limits.main() == 0
+    assert re.search(r"1 threads: reads [\d.]+ GB/s, computes \d+ GFLOP/s", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("name", list(made_models.MODELS))

@@ -49,7 +49,7 @@ def _complete(url: str, prompt: list[int], num_tokens: int) -> list[int]:
     wanted |= {"return_tokens": True, "cache_prompt": True, "samplers": ["top_k"], "top_k": 1}
     body = json.dumps(wanted).encode()
     asked = urllib.request.Request(f"{url}/completion", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(asked, timeout=600) as answer:
+    with urllib.request.urlopen(asked, timeout=1200) as answer:
         return list(json.load(answer)["tokens"])
 
 

@@ -8,6 +8,15 @@ from collections.abc import Sequence
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB: holds all of W3, and leaves memory for the other engines
 
+import torch
+
+# vLLM takes its kernels by what torch says of the processor, whatever limits ATen and oneDNN. Said here, as each of its
+# processes imports this file.
+if limit := os.environ.get("ONEDNN_MAX_CPU_ISA"):
+    torch.cpu._is_avx512_supported = lambda: limit != "AVX2"
+    torch.cpu._is_avx512_bf16_supported = torch.cpu._is_vnni_supported = lambda: limit == "AVX512_CORE_BF16"
+    torch.cpu._is_amx_tile_supported = torch.cpu._is_amx_fp16_supported = lambda: False
+
 import vllm
 from line_protocol import Request, serve
 
