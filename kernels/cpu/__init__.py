@@ -11,6 +11,7 @@ from kernels.cpu.lora import lora_expand, lora_shrink
 from kernels.cpu.products.int8_linear import int8_linear
 from kernels.cpu.products.quantized_product import quantized_product
 from kernels.cpu.rows import (
+    clamped_swiglu,
     gelu,
     gelu_and_mul,
     reshape_and_cache,
@@ -35,6 +36,7 @@ from kernels.oracles.reference import copy_blocks, layer_norm
 
 __all__ = [
     "chunk_maxima",
+    "clamped_swiglu",
     "copy_blocks",
     "draw_tokens",
     "gelu",

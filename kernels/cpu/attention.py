@@ -48,8 +48,9 @@ def paged_attention(
     if len(query_starts) != len(seq_lens) + 1 or len(block_tables) < len(seq_lens):
         starts, tables = len(query_starts), len(block_tables)
         raise ValueError(f"{starts} query starts or {tables} block tables do not fit {len(seq_lens)} sequences")
-    if alibi_slopes is not None and (alibi_slopes.dtype != torch.float32 or alibi_slopes.shape != (num_heads,)):
-        raise ValueError(f"slopes {tuple(alibi_slopes.shape)} of {alibi_slopes.dtype} are not {num_heads} float32")
+    for name, numbers in (("slopes", alibi_slopes), ("sinks", sinks)):
+        if numbers is not None and (numbers.dtype != torch.float32 or numbers.shape != (num_heads,)):
+            raise ValueError(f"{name} {tuple(numbers.shape)} of {numbers.dtype} are not {num_heads} float32")
     passed = _ATTENTION.pack(
         element_of(out, query),
         out.data_ptr(),

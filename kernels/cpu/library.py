@@ -30,6 +30,7 @@ _DECLARED = {
     "octavo_paged_attention": (None, [_PLACE, _I64]),
     "octavo_rms_norm": (None, [_I64, _PLACE, _PLACE, _PLACE, _PLACE, _I64, _I64, _FLOAT, _FLOAT, _I64]),
     "octavo_silu_and_mul": (None, [_I64, _PLACE, _PLACE, _I64, _I64, _I64]),
+    "octavo_clamped_swiglu": (None, [_I64, _PLACE, _PLACE, _I64, _I64, _FLOAT, _FLOAT, _I64]),
     "octavo_gelu": (None, [_I64, _PLACE, _PLACE, *[_I64] * 5]),
     "octavo_position_without_angles": (_I64, [_PLACE, _I64, _I64]),
     "octavo_rotary": (None, [_I64, _PLACE, _I64, _I64, _PLACE, *[_I64] * 4, _PLACE, _PLACE, _I64, _I64]),

@@ -44,6 +44,13 @@ def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
     library().silu_and_mul(element_of(out, x), out.data_ptr(), x.data_ptr(), *out.shape, num_threads())
 
 
+def clamped_swiglu(out: torch.Tensor, x: torch.Tensor, *, alpha: float, limit: float) -> None:
+    """See `kernels.oracles.reference.clamped_swiglu`; both contiguous."""
+    _check_halves(out, x)
+    places = out.data_ptr(), x.data_ptr(), *out.shape
+    library().clamped_swiglu(element_of(out, x), *places, alpha, limit, num_threads())
+
+
 def _check_halves(out: torch.Tensor, x: torch.Tensor) -> None:
     if x.shape != (out.shape[0], 2 * out.shape[1]) or not (out.is_contiguous() and x.is_contiguous()):
         raise ValueError(f"x {tuple(x.shape)} is not a gate and its values for out {tuple(out.shape)}, both contiguous")

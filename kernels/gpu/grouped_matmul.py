@@ -1,11 +1,12 @@
 """The products of a mixture of experts, each expert's rows with its own weight, in one launch.
 
-    out[i] = weights[e] x[rows[i]],  starts[e] <= i < starts[e + 1]
+    out[i] = weights[e] x[rows[i]] + bias[e],  starts[e] <= i < starts[e + 1]
 
     x [T, n]                     rows of adjacent elements, at any stride
     weights [num_experts, m, n]  contiguous
     starts i32[num_experts + 1]  on the device: how many rows an expert has is never known to the host
     rows i64[R]                  which row of x is meant; without it, row i
+    bias [num_experts, m]        contiguous; or none
     out [R, m]                   rows at any stride
 
 The grid has room for the worst case, R / tile + num_experts tiles of rows; a program counts the tiles of the experts
@@ -37,6 +38,7 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     weights,
     starts,
     rows,
+    bias,
     row_tiles,
     out_stride,
     x_stride,
@@ -71,6 +73,8 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
         line = tl.minimum(column, OUTPUTS - 1).to(tl.int64) + expert.to(tl.int64) * OUTPUTS
         chosen = x + source[:, None] * x_stride
         total = segment_sum(chosen, weights + line[None, :] * SIZE, 0, SIZE, BLOCK_M, BLOCK_N, BLOCK_K, SIZE)
+        if bias is not None:
+            total += tl.load(bias + line).to(tl.float32)[None, :]
         place = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
         tl.store(place, total.to(out.dtype.element_ty), (row < end)[:, None] & (column < OUTPUTS)[None, :])
 
@@ -81,6 +85,7 @@ def grouped_matmul(
     weights: torch.Tensor,
     starts: torch.Tensor,
     rows: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> None:
     """See `reference.grouped_matmul`; one type and device. Raises ValueError for tensors that do not fit."""
     num_experts, num_outputs, size = weights.shape
@@ -93,6 +98,9 @@ def grouped_matmul(
     check_contiguous("grouped_matmul", "starts", starts, (num_experts + 1,), x)
     if rows is not None:
         check_contiguous("grouped_matmul", "rows", rows, (num_rows,), x)
+    if bias is not None:
+        check_alike("grouped_matmul", "bias", bias, x)
+        check_contiguous("grouped_matmul", "bias", bias, (num_experts, num_outputs), x)
     if out.shape[1] != num_outputs or (rows is None and x.shape[0] != num_rows):
         raise ValueError(f"grouped_matmul: out must be [R, {num_outputs}] for R rows, not {tuple(out.shape)}")
     if starts.dtype != torch.int32 or (rows is not None and rows.dtype != torch.int64):
@@ -107,6 +115,7 @@ def grouped_matmul(
         weights,
         starts,
         rows,
+        bias,
         row_tiles,
         out.stride(0),
         x.stride(0),
@@ -129,17 +138,23 @@ def _tile(num_outputs: int, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def variants() -> Iterator[Variant]:
-    """Both products of Mixtral's and Qwen3-MoE's experts, and a size that no tile divides."""
+    """Both products of Mixtral's, Qwen3-MoE's and gpt-oss's experts, and a size that no tile divides."""
     shapes = [("bf16", 8, 28672, 4096, True), ("bf16", 128, 1536, 2048, True), ("bf16", 128, 2048, 768, False)]
     shapes += [("bf16", 5, 1000, 584, True), ("fp16", 8, 4096, 14336, False), ("fp32", 8, 4096, 14336, True)]
-    for dtype, num_experts, num_outputs, size, has_rows in shapes:
+    biased = [("bf16", 32, 5760, 2880, True), ("bf16", 32, 2880, 2880, False)]
+    for dtype, num_experts, num_outputs, size, has_rows in shapes + biased:
         block_n, block_k = _tile(num_outputs, torch.float32 if dtype == "fp32" else torch.bfloat16)
         pointers = dict.fromkeys(["out", "x", "weights"], f"*{dtype}") | {"starts": "*i32"}
         constants: dict[str, object] = {} if has_rows else {"rows": None}
         if has_rows:
             pointers["rows"] = "*i64"
+        is_biased = num_outputs % 2880 == 0
+        if is_biased:
+            pointers["bias"] = f"*{dtype}"
+        else:
+            constants["bias"] = None
         yield Variant(
-            f"grouped_matmul {dtype} {num_experts} x {num_outputs} x {size}{' rows' * has_rows}",
+            f"grouped_matmul {dtype} {num_experts} x {num_outputs} x {size}{' rows' * has_rows}{' bias' * is_biased}",
             _grouped_matmul_kernel,
             pointers | dict.fromkeys(["row_tiles", "out_stride", "x_stride"], "i32"),
             constants

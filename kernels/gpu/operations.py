@@ -7,6 +7,7 @@ Each operation is a file of its own: formula, memory layout, kernel and launcher
 from __future__ import annotations
 
 from kernels.gpu.attention.paged_attention import attention_scratch, attention_scratch_bytes, paged_attention
+from kernels.gpu.clamped_swiglu import clamped_swiglu
 from kernels.gpu.combine_experts import combine_experts
 from kernels.gpu.copy_blocks import copy_blocks
 from kernels.gpu.gelu import gelu, gelu_and_mul
@@ -38,6 +39,7 @@ __all__ = [
     "attention_scratch",
     "attention_scratch_bytes",
     "chunk_maxima",
+    "clamped_swiglu",
     "combine_experts",
     "copy_blocks",
     "draw_tokens",

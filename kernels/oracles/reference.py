@@ -236,17 +236,20 @@ def grouped_matmul(
     weights: torch.Tensor,
     starts: torch.Tensor,
     rows: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> None:
-    """out[i] = weights[e] x[rows[i]] for every expert e and its starts[e] <= i < starts[e + 1]: a mixture's products.
+    """out[i] = weights[e] x[rows[i]] + bias[e] for each expert e and its starts[e] <= i < starts[e + 1]: a mixture's
+    products.
 
     x [T, n]; weights [num_experts, m, n]; starts i32[num_experts + 1], from 0 to R in ascending order; rows i64[R],
-    None: rows of x are in the experts' order already; out [R, m].
+    None: rows of x are in the experts' order already; bias [num_experts, m] or None; out [R, m].
     """
     compute = _compute_dtype(x)
     for expert, weight in enumerate(weights):
         of_expert = slice(int(starts[expert]), int(starts[expert + 1]))
         chosen = x[of_expert] if rows is None else x[rows[of_expert]]
-        out[of_expert] = (chosen.to(compute) @ weight.to(compute).T).to(out.dtype)
+        product = chosen.to(compute) @ weight.to(compute).T
+        out[of_expert] = (product if bias is None else product + bias[expert].to(compute)).to(out.dtype)
 
 
 def lora_shrink(between: torch.Tensor, x: torch.Tensor, a: torch.Tensor, adapters: torch.Tensor) -> None:
@@ -278,6 +281,16 @@ def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
     """out = silu(gate) * up where x [T, 2 n] holds gate and then up; out [T, n] (Shazeer 2020, arXiv:2002.05202)."""
     gate, up = (half.to(_compute_dtype(x)) for half in x.chunk(2, dim=-1))
     out.copy_(gate * torch.sigmoid(gate) * up)
+
+
+def clamped_swiglu(out: torch.Tensor, x: torch.Tensor, *, alpha: float, limit: float) -> None:
+    """out = (u + 1) * g * sigmoid(alpha * g),  g = min(gate, limit),  u = up within +-limit.
+
+    x [T, 2 n] holds gate and then up; out [T, n] (gpt-oss's model card, 2025, arXiv:2508.10925).
+    """
+    gate, up = (half.to(_compute_dtype(x)) for half in x.chunk(2, dim=-1))
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    out.copy_((up + 1) * gate * torch.sigmoid(alpha * gate))
 
 
 def gelu_and_mul(out: torch.Tensor, x: torch.Tensor, *, is_approximate: bool) -> None:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("forked_workers")
 
 # One of each kind of step: experts, windows beside whole attention, learned positions, slopes, norms behind.
 # Llama is what all other tests serve; tests/worker/test_families.py has the logits of every family, also in chunks.
-SERVED = ["mixtral", "gemma3", "gpt2", "bloom", "opt-behind"]
+SERVED = ["mixtral", "gpt-oss", "gemma3", "gpt2", "bloom", "opt-behind"]
 MAX_TOKENS = 20
 
 

@@ -8,16 +8,20 @@ from functools import partial
 import pytest
 import torch
 
+from kernels.gpu.clamped_swiglu import clamped_swiglu
 from kernels.gpu.gelu import gelu, gelu_and_mul
 from kernels.gpu.silu_and_mul import silu_and_mul
 from kernels.oracles import reference
+from tests.kernels.device import DEVICE
 from tests.kernels.rows import DTYPES, TOLERANCE, gaps_are_untouched, normal, poisoned, strided
 
 # The interpreter's numpy says so where a GPU's sigmoid of a large negative number is 0 without a word.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 
+CLAMPED = {"alpha": 1.702, "limit": 7.0}
 GATES: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
     "silu": (silu_and_mul, reference.silu_and_mul),
+    "clamped_swiglu": tuple(partial(each, **CLAMPED) for each in (clamped_swiglu, reference.clamped_swiglu)),
     "gelu": (partial(gelu_and_mul, is_approximate=False), partial(reference.gelu_and_mul, is_approximate=False)),
     "gelu_tanh": (partial(gelu_and_mul, is_approximate=True), partial(reference.gelu_and_mul, is_approximate=True)),
 }
@@ -44,6 +48,19 @@ def test_gates(dtype: torch.dtype, name: str, count: int, size: int) -> None:
     oracle(exact, x.double())
     torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert gaps_are_untouched(out) and gaps_are_untouched(x)
+
+
+def test_a_clamped_gate_is_cut_off_at_its_limit_and_keeps_nan() -> None:
+    """Of a gate the large ones alone; of what it multiplies both."""
+    gates, ups = [9.0, -9.0, 0.5, 0.5, torch.nan, 1.0], [1.0, 1.0, 9.0, -9.0, 1.0, torch.nan]
+    x = torch.tensor([gates + ups], device=DEVICE)
+    out, exact = (torch.empty(1, 6, dtype=dtype, device=DEVICE) for dtype in (torch.float32, torch.float64))
+    clamped_swiglu(out, x, alpha=1.5, limit=2.0)
+    reference.clamped_swiglu(exact, x.double(), alpha=1.5, limit=2.0)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-6, atol=1e-6, equal_nan=True)
+    at_limit = 2 * torch.sigmoid(torch.tensor(3.0, dtype=torch.float64))
+    assert exact[0, 0] == 2 * at_limit and -1e-4 < exact[0, 1] < 0
+    assert exact[0, 2] == -3 * exact[0, 3] and exact[0, 4:].isnan().all()
 
 
 @DTYPES

@@ -337,6 +337,18 @@ def test_silu_and_mul(dtype: torch.dtype) -> None:
 
 
 @DTYPES
+def test_clamped_swiglu(dtype: torch.dtype) -> None:
+    """Gates and ups beyond the limit, far enough for exponentials to overflow, and NaN, which no limit hides."""
+    edges = torch.tensor([0.0, -1e4, 1e4, -88.5, 90.0, -1e-9, torch.nan])
+    x = torch.cat((edges.repeat(5, 1), 4 * torch.randn(5, 98), edges.roll(3).repeat(5, 1)), 1).to(dtype)
+    exact, out = torch.empty(5, 56, dtype=torch.float64), torch.empty(5, 56, dtype=dtype)
+    reference.clamped_swiglu(exact, x.double(), alpha=1.702, limit=7.0)
+    cpu.clamped_swiglu(out, x, alpha=1.702, limit=7.0)
+    torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
+    assert exact.isnan().sum() == 10 and exact.nan_to_num().max() > 40
+
+
+@DTYPES
 def test_a_row_is_the_same_among_few_and_among_so_many_that_threads_share_them(dtype: torch.dtype) -> None:
     rows = FEW_NUMBERS // 50
     x, weight = torch.randn(rows, 106).to(dtype), torch.randn(106).to(dtype)
@@ -345,12 +357,14 @@ def test_a_row_is_the_same_among_few_and_among_so_many_that_threads_share_them(d
     def results(first: int, last: int) -> list[torch.Tensor]:
         part = x[first:last].contiguous()
         gated, normed, residual = torch.empty(last - first, 53, dtype=dtype), torch.empty_like(part), part.clone()
+        clamped = torch.empty_like(gated)
         cpu.silu_and_mul(gated, part)
+        cpu.clamped_swiglu(clamped, part, alpha=1.702, limit=1.0)
         cpu.rms_norm(normed, part, weight, eps=1e-5, residual=residual)
         turned = part.clone()
         query, key = turned[:, :60].unflatten(1, (6, 10)), turned[:, 60:80].unflatten(1, (2, 10))
         cpu.rotary(query, key, positions[first:last], table)
-        return [gated, normed, residual, turned]
+        return [gated, clamped, normed, residual, turned]
 
     for together, few in zip(results(0, rows), results(700, 717), strict=True):
         assert torch.equal(together[700:717], few)

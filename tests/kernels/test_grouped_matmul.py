@@ -29,6 +29,7 @@ def starts_of(counts: list[int]) -> torch.Tensor:
 )
 @pytest.mark.parametrize("has_rows", [False, True])
 def test_products(dtype: torch.dtype, counts: list[int], num_outputs: int, size: int, has_rows: bool) -> None:
+    """Half of them with a bias."""
     num_rows = sum(counts)
     num_tokens = num_rows // 3 + 1 if has_rows else num_rows
     x = strided(normal(num_tokens, size, dtype=dtype))
@@ -36,8 +37,10 @@ def test_products(dtype: torch.dtype, counts: list[int], num_outputs: int, size:
     rows = (torch.arange(num_rows, device=DEVICE) * 7) % num_tokens if has_rows else None
     out = poisoned(num_rows, num_outputs, dtype=dtype)
     exact = torch.empty(num_rows, num_outputs, dtype=torch.float64, device=DEVICE)
-    grouped_matmul(out, x, weights, starts_of(counts), rows)
-    reference.grouped_matmul(exact, x.double(), weights.double(), starts_of(counts), rows)
+    bias = normal(len(counts), num_outputs, dtype=dtype, seed=2) if has_rows else None
+    grouped_matmul(out, x, weights, starts_of(counts), rows, bias)
+    exact_bias = None if bias is None else bias.double()
+    reference.grouped_matmul(exact, x.double(), weights.double(), starts_of(counts), rows, exact_bias)
     torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert gaps_are_untouched(out)
 

@@ -33,7 +33,7 @@ def starts_of(counts: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["AWQ", "Q4_K", "Q6_K", "fp8 blocks", "MXFP4"])
 @pytest.mark.parametrize(("counts", "has_rows"), [([3, 0, 70, 1], True), ([0, 2, 0, 0], False)])
 def test_products(name: str, dtype: torch.dtype, counts: list[int], has_rows: bool) -> None:
-    """Tiles of 32 rows and of 16, experts without rows, outputs and inputs that no tile divides."""
+    """Tiles of 32 rows and of 16, experts without rows, outputs and inputs that no tile divides, with a bias or not."""
     num_rows, num_outputs, size = sum(counts), 70, 300
     num_tokens = num_rows // 3 + 1 if has_rows else num_rows
     packed, exact_weights = experts(BY_NAME[name], len(counts), num_outputs, size)
@@ -41,8 +41,10 @@ def test_products(name: str, dtype: torch.dtype, counts: list[int], has_rows: bo
     rows = (torch.arange(num_rows, device=DEVICE) * 7) % num_tokens if has_rows else None
     out = poisoned(num_rows, num_outputs, dtype=dtype)
     exact = torch.empty(num_rows, num_outputs, dtype=torch.float64, device=DEVICE)
-    grouped_quantized_matmul(out, x, packed, starts_of(counts), rows)
-    reference.grouped_matmul(exact, x.double(), exact_weights, starts_of(counts), rows)
+    bias = normal(len(counts), num_outputs, dtype=dtype, seed=2) if has_rows else None
+    grouped_quantized_matmul(out, x, packed, starts_of(counts), rows, bias)
+    exact_bias = None if bias is None else bias.double()
+    reference.grouped_matmul(exact, x.double(), exact_weights, starts_of(counts), rows, exact_bias)
     torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert gaps_are_untouched(out)
 
@@ -68,5 +70,7 @@ def test_no_row_is_nothing_and_what_does_not_fit_is_refused() -> None:
         grouped_quantized_matmul(out[:3], x, packed, starts)
     with pytest.raises(ValueError, match=r"starts must be contiguous \(3,\)"):
         grouped_quantized_matmul(out, x, packed, starts[:2])
+    with pytest.raises(ValueError, match=r"bias must be contiguous \(2, 5\)"):
+        grouped_quantized_matmul(out, x, packed, starts, bias=normal(2, 4))
     with pytest.raises(ValueError, match="starts must be int32, rows int64"):
         grouped_quantized_matmul(out, x, packed, starts.long())

@@ -66,6 +66,15 @@ def sampled() -> list[torch.Tensor]:
     return [maxima, smallest, token_ids, logprobs, log_sums, ranks, penalised, greedy, values]
 
 
+def gated() -> list[torch.Tensor]:
+    """What the gates of MLPs and of experts give."""
+    x = 3 * torch.randn(7, 106, generator=torch.Generator().manual_seed(2))
+    found = [torch.empty(7, 53) for _ in range(2)]
+    cpu.silu_and_mul(found[0], x)
+    cpu.clamped_swiglu(found[1], x, alpha=1.702, limit=7.0)
+    return found
+
+
 def run(profile: str, code: str, *arguments: str) -> str:
     if missing := lacking(profile):
         pytest.skip(f"this processor has no {', '.join(missing)}")
@@ -88,9 +97,9 @@ def test_a_level_that_this_processor_lacks_is_refused(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("level", build.usable_levels()[:-1])
 def test_every_level_gives_the_same_bits(level: str) -> None:
-    expected = products() + sampled()
+    expected = products() + sampled() + gated()
     with at_level(level):
-        found = products() + sampled()
+        found = products() + sampled() + gated()
     assert all(torch.equal(there, here) for there, here in zip(found, expected, strict=True))
 
 

@@ -27,6 +27,15 @@ _LONGROPE = {
     "original_max_position_embeddings": 192,
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+# The window is shorter than the prompts, and the limit cuts a few of the gates and ups.
+_GPT_OSS = {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "head_dim": 10,
+    "sliding_window": 25,
+    "swiglu_limit": 2.0,
+    "rope_parameters": _YARN | {"rope_theta": 150000.0, "truncate": False},
+}
 _GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -72,6 +81,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt-unbiased": ("OPTConfig", {"ffn_dim": 131, "enable_bias": False}),
     "bloom": ("BloomConfig", {}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 50}),
+    "gpt-oss": ("GptOssConfig", _GPT_OSS),
+    "gpt-oss-unbiased": ("GptOssConfig", _GPT_OSS | {"attention_bias": False, "layer_types": ["full_attention"] * 3}),
     "qwen3-moe": (
         "Qwen3MoeConfig",
         {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 45, "head_dim": 10},

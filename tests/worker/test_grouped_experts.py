@@ -16,7 +16,7 @@ from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder_layer import _take_mlp
 from worker_svc.models.experts import Experts
 from worker_svc.models.grouped_experts import GroupedExperts
-from worker_svc.models.names import MIXTRAL
+from worker_svc.models.names import GPT_OSS, MIXTRAL
 from worker_svc.models.parts import ModelPart
 from worker_svc.models.style import DecoderStyle, ExpertStyle
 from worker_svc.models.summed import Summed
@@ -41,9 +41,19 @@ def config_of(num_experts: int, num_chosen: int, is_normalized: bool) -> ModelCo
     return replace(CONFIG, style=DecoderStyle(names=MIXTRAL, experts=experts))
 
 
+def gpt_oss_of(num_experts: int, num_chosen: int) -> ModelConfig:
+    """With biases, gates and ups in turn, and a gate that is cut off."""
+    experts = ExpertStyle(num_experts, num_chosen, 18, True, is_sparse=(True,) * 3, are_biased=True)
+    return replace(CONFIG, style=DecoderStyle(names=GPT_OSS, activation="clamped_swiglu", experts=experts))
+
+
 def mixtures(num_chosen: int, is_normalized: bool) -> tuple[Experts, GroupedExperts]:
     """Of the same weights."""
-    part = ModelPart.of(config_of(5, num_chosen, is_normalized), OnlyRank())
+    return both_ways(config_of(5, num_chosen, is_normalized))
+
+
+def both_ways(config: ModelConfig) -> tuple[Experts, GroupedExperts]:
+    part = ModelPart.of(config, OnlyRank())
     one_by_one = _take_mlp(part, NamedWeights("cpu"), "layer.", 0, cpu)
     grouped = _take_mlp(part, NamedWeights(DEVICE), "layer.", 0, gpu)
     assert isinstance(one_by_one, Experts) and isinstance(grouped, GroupedExperts)
@@ -61,12 +71,22 @@ def test_both_ways_agree(num_tokens: int, num_chosen: int, is_normalized: bool) 
     assert grouped.weight_bytes == grouped._router.weight_bytes + 5 * (2 * 18 * 30 + 30 * 18) * 4
 
 
+@pytest.mark.parametrize("num_tokens", [2, 37])
+def test_both_ways_agree_with_biases_and_a_clamped_gate(num_tokens: int) -> None:
+    one_by_one, grouped = both_ways(gpt_oss_of(5, 2))
+    x = 100 * torch.randn(num_tokens, CONFIG.hidden_size, generator=torch.Generator().manual_seed(0))
+    expected, out = one_by_one(x), grouped(x.to(DEVICE)).cpu()
+    torch.testing.assert_close(out, expected, rtol=2e-5, atol=2e-5 * float(expected.abs().max()))
+    assert grouped.weight_bytes == grouped._router.weight_bytes + 5 * (2 * 18 * 30 + 30 * 18 + 2 * 18 + 30) * 4
+
+
 # What leads to experts elsewhere is never written, but activated with the rest.
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 @pytest.mark.parametrize("is_expert_parallel", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 37])  # of one token, the two experts leave ranks without a row
-def test_ranks_add_up_to_the_whole(num_tokens: int, is_expert_parallel: bool) -> None:
-    config = replace(config_of(6, 2, True), num_heads=6, num_kv_heads=3)
+@pytest.mark.parametrize("is_biased", [False, True])
+def test_ranks_add_up_to_the_whole(num_tokens: int, is_expert_parallel: bool, is_biased: bool) -> None:
+    config = replace(gpt_oss_of(6, 2) if is_biased else config_of(6, 2, True), num_heads=6, num_kv_heads=3)
     x = 100 * torch.randn(num_tokens, CONFIG.hidden_size, generator=torch.Generator().manual_seed(0))
     whole = _take_mlp(ModelPart.of(config, OnlyRank()), NamedWeights("cpu"), "layer.", 0, cpu)
     expected = whole(x)
@@ -77,9 +97,11 @@ def test_ranks_add_up_to_the_whole(num_tokens: int, is_expert_parallel: bool) ->
         assert isinstance(summed, Summed) and isinstance(summed.layer, GroupedExperts)
         return summed(x.to(DEVICE)).cpu(), summed.weight_bytes - summed.layer._router.weight_bytes
 
-    for out, experts_bytes in on_all_ranks(3, work):
+    of_weights = 2 * (2 * 18 * 30 + 30 * 18) * 4  # of two of the six, or as much of all
+    for rank, (out, experts_bytes) in enumerate(on_all_ranks(3, work)):
         torch.testing.assert_close(out, expected, rtol=2e-5, atol=2e-5 * float(expected.abs().max()))
-        assert experts_bytes == 2 * (2 * 18 * 30 + 30 * 18) * 4  # of two of the six, or as much of all
+        outer = 2 * 30 if is_expert_parallel else 6 * 30 * (rank == 0)  # added to the sum once
+        assert experts_bytes == of_weights + is_biased * 4 * (2 * 2 * 18 + outer)
 
 
 def test_a_row_is_the_same_in_any_company() -> None:

@@ -48,6 +48,7 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
     "opt-behind": (3, {"ffn_dim": 132}),
     "bloom": (3, {}),
     "mixtral": (2, {"intermediate_size": 158}),
+    "gpt-oss": (2, {"intermediate_size": 158}),
     "qwen3-moe-mixed": (2, {"moe_intermediate_size": 46, "intermediate_size": 158}),
 }
 
@@ -86,7 +87,7 @@ def test_every_kind_of_family_is_split_here() -> None:
     assert {name.partition("-")[0] for name in SPLITS} == {name.partition("-")[0] for name in FAMILIES}
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe-mixed"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe-mixed", "gpt-oss"])
 def test_whole_experts_on_each_rank(name: str, tmp_path: Path) -> None:
     folder = make_family(name, tmp_path / "model", num_local_experts=4, intermediate_size=158)
     sequences = [tokens(length) for length in LENGTHS]

@@ -70,7 +70,9 @@ class ModelConfig:
         layers = self.num_layers * attention + num_products * self.hidden_size * inner
         table = self.vocab_size * self.hidden_size
         if self.weights_format is not None and not self.quantization:
-            return 2 * table * self.dtype.itemsize + int(layers * self.weights_format.usual.bits_per_number / 8)
+            usual = self.weights_format.usual
+            plain = self.num_layers * attention if usual.is_of_experts else 0
+            return (2 * table + plain) * self.dtype.itemsize + int((layers - plain) * usual.bits_per_number / 8)
         of_head = self.dtype.itemsize if self.quantization in ("", "fp8") else 1
         of_layers = self.dtype.itemsize if not self.quantization else _BYTES_A_NUMBER[self.quantization]
         return table * (self.dtype.itemsize + of_head) + int(layers * of_layers)

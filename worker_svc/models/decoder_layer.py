@@ -69,6 +69,9 @@ class DecoderLayer:
             "logit_soft_cap": style.attention_soft_cap,
         }
         self._cache_scales = cache_scales
+        if names.sinks:
+            sinks = weights.take_parts([prefix + names.sinks], [whole.num_heads], rows=[part.heads])
+            self.attention_options["sinks"] = sinks.float()
 
         def norm(name: str, size: int = hidden) -> Norm:
             return take_norm(config, weights, prefix + name, size, kernels)
@@ -110,7 +113,9 @@ class DecoderLayer:
         """Bytes that its weights occupy on the device."""
         norms = [self.input_norm, *self.head_norms, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm]
         products = [self.qkv, self.attention_out, self.mlp]
-        return sum(part.weight_bytes for part in [*norms, *products] if part is not None)
+        sinks = self.attention_options.get("sinks")
+        of_sinks = 0 if sinks is None else sinks.nbytes
+        return of_sinks + sum(part.weight_bytes for part in [*norms, *products] if part is not None)
 
     def __call__(
         self, update: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, step: StepTensors
@@ -158,20 +163,35 @@ class DecoderLayer:
 def _take_mlp(part: ModelPart, weights: Weights, prefix: str, index: int, kernels: ModuleType) -> Layer:
     config = part.whole
     style, names, hidden = config.style, config.style.names, config.hidden_size
-    take = partial(take_linear, weights, is_biased=style.mlp_bias, is_transposed=names.is_transposed)
+    experts = style.experts
+    is_sparse = experts is not None and experts.is_sparse[index]
+    is_biased = experts.are_biased if experts is not None and is_sparse else style.mlp_bias
+    take = partial(take_linear, weights, is_biased=is_biased, is_transposed=names.is_transposed)
 
     def products(into: tuple[str, ...], out_of: str, size: int, neurons: range) -> tuple[Linear, Linear]:
         """Into and out of these neurons of an MLP of `size`."""
         num_parts = 2 if style.is_gated else 1
-        inner = take([prefix + name for name in into], [size] * num_parts, hidden, outputs=[neurons] * num_parts)
+        inner = take(
+            [prefix + name for name in into],
+            [size] * num_parts,
+            hidden,
+            outputs=[neurons] * num_parts,
+            num_turns=size if is_sparse and names.has_gates_in_turn else 1,
+        )
         return inner, take([prefix + out_of], [hidden], size, inputs=neurons)
 
-    experts = style.experts
-    if experts is None or not experts.is_sparse[index]:
+    if experts is None or not is_sparse:
         size = config.intermediate_size
         inner, outer = products(names.mlp_in, names.mlp_out, size, part.neurons(size))
         return Mlp(inner, summed(outer, part.ranks), style, kernels)
-    router = take_linear(weights, [prefix + names.router], [experts.num_experts], hidden, is_exact=True)
+    router = take_linear(
+        weights,
+        [prefix + names.router],
+        [experts.num_experts],
+        hidden,
+        is_biased=experts.are_biased,
+        is_exact=True,
+    )
     if "grouped_matmul" in kernels.__all__:
         return summed(take_grouped_experts(part, weights, prefix, router, kernels), part.ranks)
     neurons, own = part.neurons(experts.intermediate_size, of_experts=True), []
@@ -183,6 +203,7 @@ def _take_mlp(part: ModelPart, weights: Weights, prefix: str, index: int, kernel
         else:
             for name in (*into, out_of):
                 weights.ignore(f"{prefix}{name}.weight")
+                weights.ignore(f"{prefix}{name}.bias")
     return summed(Experts(router, own, experts, part.experts), part.ranks)
 
 

@@ -26,6 +26,15 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
 }
 
+_GPT_OSS_ROPE = {  # where a file says nothing of it
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
@@ -102,6 +111,36 @@ def mixtral(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
     rope = read_rope(raw, sizes.head_size, theta=1e6)
     windows = _same_windows(raw, sizes, None)
     return sizes, _style(raw, sizes, names=names.MIXTRAL, experts=experts, windows=windows, ropes=(rope,))
+
+
+def gpt_oss(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
+    """Sinks, a window on every other layer, biases, and in every layer experts with a gate that is cut off."""
+    _only(raw, "hidden_act", "silu")
+    if not (raw.part("rope_parameters") or raw.part("rope_scaling")):
+        raw = raw.merged(rope_parameters=_GPT_OSS_ROPE)
+    raw = raw.merged(head_dim=64, num_key_value_heads=8, sliding_window=128, rms_norm_eps=1e-5)
+    sizes, bias = _sizes(raw), raw.flag("attention_bias", True)
+    experts = ExpertStyle(
+        num_experts=raw.integer("num_local_experts", raw.get("num_experts", 128)),
+        num_chosen=raw.integer("num_experts_per_tok", 4),
+        intermediate_size=sizes.intermediate_size,
+        is_normalized=True,
+        is_sparse=(True,) * sizes.num_layers,
+        are_biased=True,
+    )
+    return sizes, _style(
+        raw,
+        sizes,
+        names=names.GPT_OSS,
+        qkv_bias=bias,
+        attention_out_bias=bias,
+        activation="clamped_swiglu",
+        swiglu_alpha=raw.number("swiglu_alpha", 1.702),
+        swiglu_limit=raw.number("swiglu_limit", 7.0),
+        experts=experts,
+        windows=_alternating_windows(raw, sizes, pattern=2),
+        ropes=(read_rope(raw, sizes.head_size, theta=150000.0),),
+    )
 
 
 def phi3(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
@@ -273,6 +312,7 @@ FAMILIES: dict[str, Read] = {
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
+    "GptOssForCausalLM": gpt_oss,
     "Phi3ForCausalLM": phi3,
     "Starcoder2ForCausalLM": starcoder2,
     "StableLmForCausalLM": stablelm,

@@ -27,7 +27,7 @@ class FusedLayers:
         from kernels.cpu.layers.layer_workspace import StackShape
 
         style, weights = config.style, []
-        assert style.activation != "relu"
+        assert style.activation != "relu" and style.activation != "clamped_swiglu"
         for layer in layers:
             assert isinstance(layer.mlp, Mlp) and layer.cos_sin is not None
             assert isinstance(layer.input_norm, RmsNorm) and isinstance(layer.mlp_norm, RmsNorm)
@@ -76,8 +76,9 @@ class FusedLayers:
             and style.norm == "rms"
             and not style.are_norms_behind
             and style.positions == "rotary"
-            and style.activation != "relu"
+            and style.activation not in ("relu", "clamped_swiglu")
             and style.is_gated
+            and not style.names.sinks
             and style.experts is None
             and all(len(_products(layer)) == NUM_PRODUCTS for layer in layers)
         )

@@ -29,6 +29,7 @@ from worker_svc.models.quantized.fp8_store import Fp8Store
 from worker_svc.models.quantized.quantized_products import QuantizedProducts
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
 from worker_svc.models.quantized_store import QuantizedStore
+from worker_svc.models.stacked_experts import with_experts_apart
 from worker_svc.models.weights import CheckpointWeights, DummyWeights, Weights
 
 
@@ -157,7 +158,7 @@ def _checkpoint(folder: Path, part: ModelPart, device: torch.device, load_format
         load_format = detect_format(folder)
     config, paths = part.whole, checkpoint_paths(folder, load_format)
     num_bytes = sum(path.stat().st_size for path in paths) // part.num_parts
-    tensors = open_checkpoint(paths, load_format)
+    tensors = with_experts_apart(folder, config.style, open_checkpoint(paths, load_format))
     if config.weights_format is not None:
         tensors = with_quantized(folder, config.weights_format, tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if not is_cache_scale(name)}  # in `config` if wanted

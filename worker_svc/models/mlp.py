@@ -6,6 +6,7 @@ mlp(x) = W_out act(W_in x),  or gated (Shazeer 2020, arXiv:2002.05202)  W_out (a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -52,6 +53,8 @@ def activation(style: DecoderStyle, kernels: ModuleType) -> Callable[[torch.Tens
     if style.activation == "silu" and style.is_gated:
         silu_and_mul: Callable[[torch.Tensor, torch.Tensor], None] = kernels.silu_and_mul
         return silu_and_mul
+    if style.activation == "clamped_swiglu" and style.is_gated:
+        return partial(kernels.clamped_swiglu, alpha=style.swiglu_alpha, limit=style.swiglu_limit)
     if style.activation == "relu" and not style.is_gated:
         return relu
     raise ModelError(f"activation {style.activation} is not supported {'with' if style.is_gated else 'without'} a gate")

@@ -22,6 +22,7 @@ class Names:
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
+    sinks: str = ""  # the whole name; of a number for each head that takes part in its softmax
     attention_out: str = "self_attn.o_proj"
     attention_post_norm: str = ""  # of what attention adds to the residual
     mlp_norm: str = "post_attention_layernorm"
@@ -39,6 +40,7 @@ class Names:
     ignored: tuple[str, ...] = ("self_attn.rotary_emb.inv_freq",)  # whole names; of old files, and computed here
     is_transposed: bool = False  # whether products within layers are stored [in, out]
     has_heads_in_turn: bool = False  # whether rows of the fused product are head 0's q, k, v, then head 1's, ...
+    has_gates_in_turn: bool = False  # whether rows of experts' fused product are gate 0, up 0, gate 1, ...
 
 
 LLAMA = Names()
@@ -56,6 +58,10 @@ MIXTRAL = replace(
     expert="block_sparse_moe.experts.{}.",
     expert_in=("w1", "w3"),
     expert_out="w2",
+)
+# The experts' tensors are stacked in the files; see `stacked_experts`.
+GPT_OSS = replace(
+    LLAMA, sinks="self_attn.sinks", router="mlp.router", expert_in=("gate_up_proj",), has_gates_in_turn=True
 )
 GPT2 = Names(
     bases=("transformer.", ""),

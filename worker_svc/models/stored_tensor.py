@@ -68,6 +68,11 @@ class FileTensor:
             else:
                 self._convert(part.view(-1), some.start * row_size)
 
+    def part(self, index: int, shape: tuple[int, ...]) -> FileTensor:
+        """What lies at `index` of the first dimension, in a shape of as many numbers."""
+        offset = self._offset + index * math.prod(shape) * self.dtype.itemsize
+        return FileTensor(self._file, offset, shape, self.dtype)
+
     def _convert(self, out: torch.Tensor, first: int) -> None:
         size = max(min(_PIECE_BYTES // self.dtype.itemsize, out.numel()), 1)
         piece = torch.empty(size, dtype=self.dtype)
@@ -99,6 +104,10 @@ class MadeTensor:
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], torch.Tensor]) -> None:
         self.shape, self.dtype, self._make = shape, dtype, make
+
+    def part(self, index: int, shape: tuple[int, ...]) -> MadeTensor:
+        """What lies at `index` of the first dimension, in a shape of as many numbers; of one that is cheap to make."""
+        return MadeTensor(shape, self.dtype, lambda: self._make()[index].reshape(shape))
 
     def read_into(self, out: torch.Tensor, rows: Sequence[range], columns: Sequence[range]) -> None:
         """See `StoredTensor`; makes the whole tensor first, once."""

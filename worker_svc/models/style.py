@@ -8,7 +8,7 @@ from typing import Literal
 from worker_svc.models.names import LLAMA, Names
 from worker_svc.models.rope import Rope
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,7 @@ class ExpertStyle:
     intermediate_size: int
     is_normalized: bool  # whether the weights of the chosen ones sum to 1
     is_sparse: tuple[bool, ...]  # per layer; the others have an MLP
+    are_biased: bool = False  # whether the router and all products of experts have a bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class DecoderStyle:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     activation: Activation = "silu"
+    swiglu_alpha: float = 1.702  # of clamped_swiglu; see `reference.clamped_swiglu`
+    swiglu_limit: float = 7.0  # likewise
     is_gated: bool = True  # whether the MLP multiplies an activated half with the other
     experts: ExpertStyle | None = None
     positions: Literal["rotary", "learned", "alibi"] = "rotary"

@@ -235,11 +235,13 @@ class DummyWeights:
         return whole
 
     def format_of(self, name: str) -> str:
-        """See `Weights`; of all products but the head and routers."""
+        """See `Weights`; of all products but the head and routers, or of experts alone."""
         names = self.names
         plain = names.embedding, names.head, names.router, names.project_in, names.project_out
-        is_plain = self.weights_format is None or name.removesuffix(".weight").endswith(plain)
-        return "" if self.weights_format is None or is_plain else self.weights_format.name
+        if self.weights_format is None or name.removesuffix(".weight").endswith(plain):
+            return ""
+        is_of_experts = names.expert.partition("{}")[0] in name
+        return "" if self.weights_format.usual.is_of_experts and not is_of_experts else self.weights_format.name
 
     def can_cut_inputs(self, name: str) -> bool:
         """All can."""

@@ -136,6 +136,22 @@ EXPORT void octavo_silu_and_mul(i64 element, void *out, const void *x, i64 rows,
     });
 }
 
+// out [rows, size] = (u + 1) g / (1 + e^(-alpha g)),  g = min(gate, limit), u = up within +-limit; NaN stays NaN.
+EXPORT void octavo_clamped_swiglu(i64 element, void *out, const void *x, i64 rows, i64 size, float alpha, float limit,
+                                  i64 threads) {
+    for_each(threads_for(rows * size, threads), rows, [&](i64 row, i64) {
+        with(element, [&](auto *type) {
+            auto to = (decltype(type))out + row * size, gates = (decltype(type))x + 2 * row * size;
+            const F one = splat(1.0f), most = splat(limit), least = splat(-limit), slope = splat(-alpha);
+            each_vector(size, [&](i64 i, i64 count) INLINED {
+                F gate = min(most, load_some(gates + i, count));
+                F up = max(least, min(most, load_some(gates + size + i, count)));
+                store_some(to + i, (up + one) * (gate / (one + exp_of(slope * gate))), count);
+            });
+        });
+    });
+}
+
 EXPORT void octavo_gelu(i64 element, void *out, const void *x, i64 rows, i64 size, i64 is_gated, i64 is_approximate,
                         i64 threads) {
     i64 bytes = size * element_bytes(element);

@@ -1,6 +1,6 @@
 """The products of a mixture of experts with packed codes, each expert's rows with its own weight, in one launch.
 
-    out[i] = W[e] x[rows[i]],  starts[e] <= i < starts[e + 1]
+    out[i] = W[e] x[rows[i]] + bias[e],  starts[e] <= i < starts[e + 1]
 
 Arguments and grid are those of `kernels.gpu.grouped_matmul`, weights those of `packed_codes` with experts in front. A
 row's sum is one piece, in the same order in tiles of 16 rows as of 64: how many there are is chosen by how many rows an
@@ -41,6 +41,7 @@ def _grouped_product_kernel(  # type: ignore[no-untyped-def]
     sums,
     starts,
     rows,
+    bias,
     row_tiles,
     out_stride,
     x_stride,
@@ -101,6 +102,9 @@ def _grouped_product_kernel(  # type: ignore[no-untyped-def]
         lines, SIZE, NUMBERS, WIDTH, GROUP_SIZE, 0, BLOCK_N, BLOCK_M,
     )
     # fmt: on
+    if bias is not None:
+        of_outputs = tl.load(bias + expert.to(tl.int64) * OUTPUTS + column, column < OUTPUTS, 0.0)
+        total += of_outputs.to(tl.float32)[:, None]
     place = out + row.to(tl.int64)[None, :] * out_stride + column[:, None]
     tl.store(place, total.to(out.dtype.element_ty), (row < end)[None, :] & (column < OUTPUTS)[:, None])
 
@@ -111,6 +115,7 @@ def grouped_quantized_matmul(
     weights: PackedCodes,
     starts: torch.Tensor,
     rows: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> None:
     """See `reference.grouped_matmul`; weights of `packed_codes.stacked`. Raises ValueError for tensors that do not
     fit."""
@@ -121,6 +126,8 @@ def grouped_quantized_matmul(
     check_contiguous("grouped_quantized_matmul", "starts", starts, (num_experts + 1,), x)
     if rows is not None:
         check_contiguous("grouped_quantized_matmul", "rows", rows, (num_rows,), x)
+    if bias is not None:
+        check_contiguous("grouped_quantized_matmul", "bias", bias, (num_experts, num_outputs), x)
     if x.shape[1] != size or out.shape[1] != num_outputs or (rows is None and x.shape[0] != num_rows):
         raise ValueError(
             f"grouped_quantized_matmul: {tuple(x.shape)} to {tuple(out.shape)} with weights {(num_outputs, size)}"
@@ -146,6 +153,7 @@ def grouped_quantized_matmul(
         sums,
         starts,
         rows,
+        bias,
         row_tiles,
         out.stride(0),
         x.stride(0),
@@ -179,7 +187,8 @@ def variants() -> Iterator[Variant]:
         for block_m in (16, MOST_ROWS):
             pointers = {"out": "*bf16", "x": "*bf16", "words": "*i32", "scale": f"*{scale}", "starts": "*i32"}
             absent = ["high", "scale_factor", "offset", "offset_factor", "sums"]
-            for name, kind, is_there in (("zero", "*i8", numbers == "uint4"), ("rows", "*i64", has_rows)):
+            optional = [("zero", "*i8", numbers == "uint4"), ("rows", "*i64", has_rows)]
+            for name, kind, is_there in [*optional, ("bias", "*bf16", numbers == "e2m1")]:
                 if is_there:
                     pointers[name] = kind
                 else:

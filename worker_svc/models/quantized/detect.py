@@ -9,6 +9,7 @@ from worker_svc.models.quantized.checkpoint_format import CheckpointFormat
 from worker_svc.models.quantized.compressed_format import read_compressed
 from worker_svc.models.quantized.fp8_format import read_fp8
 from worker_svc.models.quantized.gptq_format import read_gptq
+from worker_svc.models.quantized.mxfp4 import read_mxfp4
 from worker_svc.models.raw_config import RawConfig
 
 _METHODS: dict[str, Callable[[RawConfig], CheckpointFormat | None]] = {
@@ -17,6 +18,7 @@ _METHODS: dict[str, Callable[[RawConfig], CheckpointFormat | None]] = {
     "fbgemm_fp8": read_fp8,
     "fp8": read_fp8,
     "gptq": read_gptq,
+    "mxfp4": read_mxfp4,
 }
 
 

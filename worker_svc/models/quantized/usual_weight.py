@@ -20,6 +20,7 @@ class UsualWeight:
     numbers: Numbers
     group: int | None = None  # None: all inputs
     inputs: Inputs = Inputs.AS_THEY_ARE
+    is_of_experts: bool = False  # whether experts alone have such, and attention is plain
 
     @property
     def bits_per_number(self) -> float:
