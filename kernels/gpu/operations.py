@@ -31,12 +31,14 @@ from kernels.gpu.sampling.token_logprobs import token_logprobs
 from kernels.gpu.sampling.top_logits import top_logits
 from kernels.gpu.silu_and_mul import silu_and_mul
 
-# What torch does well already: no sampling follows that could use the maxima of chunks.
-from kernels.oracles.reference import most_likely
+# What torch does well already: no sampling follows that could use the maxima of chunks; experts of DeepSeek's models
+# are chosen and sorted by some twenty small operators, which a graph replays.
+from kernels.oracles.reference import choose_experts, most_likely, place_experts
 
 __all__ = [
     "attention_scratch",
     "attention_scratch_bytes",
+    "choose_experts",
     "chunk_maxima",
     "combine_experts",
     "copy_blocks",
@@ -54,6 +56,7 @@ __all__ = [
     "pack_experts",
     "paged_attention",
     "penalize",
+    "place_experts",
     "quantized_product",
     "reshape_and_cache",
     "rms_norm",

@@ -79,6 +79,7 @@ class FusedLayers:
             and style.activation != "relu"
             and style.is_gated
             and style.experts is None
+            and style.latent is None
             and all(len(_products(layer)) == NUM_PRODUCTS for layer in layers)
         )
 
