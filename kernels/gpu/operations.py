@@ -11,6 +11,8 @@ from kernels.gpu.combine_experts import combine_experts
 from kernels.gpu.copy_blocks import copy_blocks
 from kernels.gpu.gelu import gelu, gelu_and_mul
 from kernels.gpu.grouped_matmul import grouped_matmul
+from kernels.gpu.latent.latent_and_cache import latent_and_cache
+from kernels.gpu.latent.latent_attention import latent_attention
 from kernels.gpu.layer_norm import layer_norm
 from kernels.gpu.lora import lora_expand, lora_shrink
 from kernels.gpu.matmul import matmul
@@ -48,6 +50,8 @@ __all__ = [
     "grouped_matmul",
     "grouped_quantized_matmul",
     "kept_range",
+    "latent_and_cache",
+    "latent_attention",
     "layer_norm",
     "lora_expand",
     "lora_shrink",
