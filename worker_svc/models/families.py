@@ -367,7 +367,7 @@ def _deepseek(
     raw: RawConfig, latent: LatentStyle, scores: Literal["softmax", "sigmoid"], method: str
 ) -> tuple[Sizes, DecoderStyle]:
     """What both share. To the cache they have one key/value head, of what it holds of a token."""
-    sizes = replace(_sizes(raw.merged(num_key_value_heads=1)), num_kv_heads=1, head_size=latent.cached_size)
+    sizes = replace(_sizes(raw), num_kv_heads=1, head_size=latent.cached_size)
     rope, bias = read_rope(raw, latent.rotary_size), raw.flag("attention_bias")
     return sizes, _style(
         raw,
