@@ -257,6 +257,8 @@ def load(config: WorkerConfig, group: ParallelGroup | None = None) -> tuple[Mode
             raise StartupError(
                 f"enable_lora: {model_config.architecture} is computed by transformers, without adapters"
             )
+        if model_config.style.latent is not None:
+            raise StartupError(f"enable_lora: {model_config.architecture} has latent attention, without adapters")
         bounds = config.max_loras, config.max_lora_rank, config.max_cpu_loras
         adapters = AdapterSet(model, part, *bounds, config.download_dir)
     of_runner = model, part.own, config.block_size, device, of_cache

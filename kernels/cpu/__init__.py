@@ -7,6 +7,7 @@ addresses and strides. Results of a row depend on that row (and its sequence's c
 from __future__ import annotations
 
 from kernels.cpu.attention import paged_attention
+from kernels.cpu.latent import latent_and_cache, latent_attention
 from kernels.cpu.lora import lora_expand, lora_shrink
 from kernels.cpu.products.int8_linear import int8_linear
 from kernels.cpu.products.quantized_product import quantized_product
@@ -31,10 +32,12 @@ from kernels.cpu.sampling import (
     uniforms,
 )
 
-# What torch does well already: its indexing moves whole blocks at the speed of memory, its norm takes each row alone.
-from kernels.oracles.reference import copy_blocks, layer_norm
+# What torch does well already: its indexing moves whole blocks at the speed of memory, its norm takes each row alone,
+# and so do the few operators that choose experts.
+from kernels.oracles.reference import choose_experts, copy_blocks, layer_norm
 
 __all__ = [
+    "choose_experts",
     "chunk_maxima",
     "clamped_swiglu",
     "copy_blocks",
@@ -43,6 +46,8 @@ __all__ = [
     "gelu_and_mul",
     "int8_linear",
     "kept_range",
+    "latent_and_cache",
+    "latent_attention",
     "layer_norm",
     "lora_expand",
     "lora_shrink",

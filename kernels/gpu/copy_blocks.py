@@ -2,8 +2,9 @@
 
     destination[layer, kv, pairs[i, 1]] = source[layer, kv, pairs[i, 0]]
 
-    source, destination [layers, 2, num_blocks, num_kv_heads, block_size, head_size]    each block contiguous; layers
-        and blocks at any stride: a cache has a layer's blocks side by side, a staging area a block's layers
+    source, destination [layers, parts, num_blocks, num_kv_heads, block_size, head_size]    parts: keys and values, or
+        keys alone; each block contiguous; layers and blocks at any stride: a cache has a layer's blocks side by side,
+        a staging area a block's layers
 
 A block is moved as integers of 8 bytes, whatever it holds, two by two: 16-byte accesses for every type. A program
 copies a tile of one block of one layer's keys or values, four accesses a thread.
@@ -63,7 +64,7 @@ def copy_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Te
         return
     size = source_words[0, 0, 0].numel()
     tile = _tile(size, source_words.itemsize)
-    layers = source.shape[0] * 2
+    layers = source.shape[0] * source.shape[1]
     _copy_blocks_kernel[(pairs.shape[0], layers, triton.cdiv(size, tile))](
         source_words,
         destination_words,
@@ -80,12 +81,12 @@ def copy_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Te
 
 def _words(store: torch.Tensor, name: str) -> torch.Tensor:
     """The same memory as the widest integers that a head's line can be cut into."""
-    if store.dim() != 6 or store.shape[1] != 2 or not store[0, 0, :1].is_contiguous():
+    if store.dim() != 6 or not store[0, 0, :1].is_contiguous():
         raise ValueError(
-            f"copy_blocks: {name} must be [layers, 2, num_blocks, num_kv_heads, block_size, head_size] of contiguous "
-            f"blocks, not {tuple(store.shape)} with strides {store.stride()}"
+            f"copy_blocks: {name} must be [layers, parts, num_blocks, num_kv_heads, block_size, head_size] of "
+            f"contiguous blocks, not {tuple(store.shape)} with strides {store.stride()}"
         )
-    if store.stride(0) != 2 * store.stride(1):
+    if store.stride(0) != store.shape[1] * store.stride(1):
         raise ValueError(f"copy_blocks: layers of {name} must follow each other's values: strides {store.stride()}")
     line_bytes = store.shape[5] * store.itemsize
     return store.view(next(dtype for size, dtype in _WORDS.items() if line_bytes % size == 0))

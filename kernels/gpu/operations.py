@@ -12,6 +12,8 @@ from kernels.gpu.combine_experts import combine_experts
 from kernels.gpu.copy_blocks import copy_blocks
 from kernels.gpu.gelu import gelu, gelu_and_mul
 from kernels.gpu.grouped_matmul import grouped_matmul
+from kernels.gpu.latent.latent_and_cache import latent_and_cache
+from kernels.gpu.latent.latent_attention import latent_attention
 from kernels.gpu.layer_norm import layer_norm
 from kernels.gpu.lora import lora_expand, lora_shrink
 from kernels.gpu.matmul import matmul
@@ -32,12 +34,14 @@ from kernels.gpu.sampling.token_logprobs import token_logprobs
 from kernels.gpu.sampling.top_logits import top_logits
 from kernels.gpu.silu_and_mul import silu_and_mul
 
-# What torch does well already: no sampling follows that could use the maxima of chunks.
-from kernels.oracles.reference import most_likely
+# What torch does well already: no sampling follows that could use the maxima of chunks; experts of DeepSeek's models
+# are chosen and sorted by some twenty small operators, which a graph replays.
+from kernels.oracles.reference import choose_experts, most_likely, place_experts
 
 __all__ = [
     "attention_scratch",
     "attention_scratch_bytes",
+    "choose_experts",
     "chunk_maxima",
     "clamped_swiglu",
     "combine_experts",
@@ -48,6 +52,8 @@ __all__ = [
     "grouped_matmul",
     "grouped_quantized_matmul",
     "kept_range",
+    "latent_and_cache",
+    "latent_attention",
     "layer_norm",
     "lora_expand",
     "lora_shrink",
@@ -56,6 +62,7 @@ __all__ = [
     "pack_experts",
     "paged_attention",
     "penalize",
+    "place_experts",
     "quantized_product",
     "reshape_and_cache",
     "rms_norm",

@@ -10,8 +10,12 @@ from __future__ import annotations
 import torch
 
 from kernels.int8_weight import GROUP, unpack_int8
+from kernels.oracles.reference_experts import choose_experts as choose_experts
 from kernels.oracles.reference_experts import combine_experts as combine_experts
+from kernels.oracles.reference_experts import place_experts as place_experts
 from kernels.oracles.reference_experts import route_experts as route_experts
+from kernels.oracles.reference_latent import latent_and_cache as latent_and_cache
+from kernels.oracles.reference_latent import latent_attention as latent_attention
 from kernels.oracles.reference_sampling import CHUNK_SIZE as CHUNK_SIZE
 from kernels.oracles.reference_sampling import chunk_maxima as chunk_maxima
 from kernels.oracles.reference_sampling import draw_tokens as draw_tokens
@@ -155,8 +159,8 @@ def rotary_and_cache(
 def copy_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor) -> None:
     """Copy whole blocks in every layer: pairs i64[n, 2] of (block of `source`, block of `destination`).
 
-    Both stores are [num_layers, 2, num_blocks, num_kv_heads, block_size, head_size], on one device or two, or are the
-    same, as no block is source and destination at once.
+    Both stores are [num_layers, parts, num_blocks, num_kv_heads, block_size, head_size], on one device or two, or are
+    the same, as no block is source and destination at once.
     """
     if pairs.numel():
         blocks = source[:, :, pairs[:, 0].to(source.device)]

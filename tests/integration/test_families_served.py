@@ -15,9 +15,9 @@ from tests.worker.gguf_files import write_gguf
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 
-# One of each kind of step: experts, windows beside whole attention, learned positions, slopes, norms behind.
+# One of each kind of step: experts, windows beside whole attention, learned positions, slopes, norms behind, latents.
 # Llama is what all other tests serve; tests/worker/test_families.py has the logits of every family, also in chunks.
-SERVED = ["mixtral", "gpt-oss", "gemma3", "gpt2", "bloom", "opt-behind"]
+SERVED = ["mixtral", "gpt-oss", "gemma3", "gpt2", "bloom", "opt-behind", "deepseek-v3"]
 MAX_TOKENS = 20
 
 

@@ -115,3 +115,50 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             combine_experts(*of_sum)
+
+
+@pytest.mark.parametrize("is_normalized", [False, True])
+@pytest.mark.parametrize(("scores", "num_groups"), [("softmax", 1), ("softmax", 4), ("sigmoid", 1), ("sigmoid", 4)])
+def test_experts_are_chosen_in_the_best_groups(scores: str, num_groups: int, is_normalized: bool) -> None:
+    """Against the definition, expert by expert; a row's bits are its own."""
+    logits = normal(30, 12, dtype=torch.float32).cpu()
+    logits[0] = 1.0  # equal ones: the lower numbers
+    bias = torch.linspace(-0.4, 0.4, 12) if scores == "sigmoid" else None
+
+    def choose(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        x, chosen = logits[rows], torch.full((30, 3), 99)[rows]
+        shares = torch.full((30, 3), torch.nan)[rows]
+        options = {"scores": scores, "num_groups": num_groups, "num_chosen_groups": min(2, num_groups)}
+        reference.choose_experts(shares, chosen, x, bias, **options, is_normalized=is_normalized, scale=2.5)
+        return shares, chosen
+
+    shares, chosen = choose(slice(None))
+    for row, x in enumerate(logits.double()):
+        likely = x.softmax(0) if scores == "softmax" else x.sigmoid()
+        compared = (likely if bias is None else likely + bias).tolist()
+        size = 12 // num_groups
+        groups = [sorted(compared[first : first + size])[-1 if bias is None else -2 :] for first in range(0, 12, size)]
+        best = sorted(range(num_groups), key=lambda group, groups=groups: (-sum(groups[group]), group))[:2]
+        inside = [expert for expert in range(12) if expert // size in best]
+        expected = sorted(inside, key=lambda expert, compared=compared: (-compared[expert], expert))[:3]
+        if row or bias is None:  # equal sums of biases are not equal in float32
+            assert chosen[row].tolist() == expected
+        of_chosen = likely[chosen[row]]
+        of_chosen = of_chosen / of_chosen.sum() if is_normalized else of_chosen
+        torch.testing.assert_close(shares[row].double(), 2.5 * of_chosen, rtol=1e-6, atol=1e-7)
+        alone = choose(slice(row, row + 1))
+        assert torch.equal(alone[0][0], shares[row]) and torch.equal(alone[1][0], chosen[row])
+
+
+@pytest.mark.parametrize(("own", "first_expert"), [(8, 0), (3, 4)])
+def test_rows_of_any_choice_are_sorted_as_those_of_the_largest_logits(own: int, first_expert: int) -> None:
+    logits = normal(70, 8)
+    exact = Route(reference.route_experts, logits, 2, own, first_expert)
+
+    def place(shares, places, rows, starts, logits, *, first_expert, is_normalized) -> None:  # type: ignore[no-untyped-def]
+        chosen = logits.sort(dim=-1, descending=True, stable=True).indices[:, :2]
+        reference.place_experts(places, rows, starts, chosen, first_expert=first_expert)
+
+    ours = Route(place, logits, 2, own, first_expert)
+    assert torch.equal(ours.places, exact.places)
+    assert torch.equal(ours.rows, exact.rows) and torch.equal(ours.starts, exact.starts)

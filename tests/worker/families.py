@@ -36,6 +36,19 @@ _GPT_OSS = {
     "swiglu_limit": 2.0,
     "rope_parameters": _YARN | {"rope_theta": 150000.0, "truncate": False},
 }
+_LATENT = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 14,
+    "qk_rope_head_dim": 10,
+    "v_head_dim": 9,
+    "moe_intermediate_size": 22,
+    "num_experts_per_tok": 3,
+    "n_routed_experts": 12,
+    "first_k_dense_replace": 1,
+}
+_STRETCHED = {"rope_parameters": _YARN | {"mscale": 0.707, "mscale_all_dim": 1.1}}
+_GROUPS = {"n_group": 4, "topk_group": 2}
 _GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -96,6 +109,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 10,
             "norm_topk_prob": True,
             "mlp_only_layers": [1],
+        },
+    ),
+    "deepseek-v2": (
+        "DeepseekV2Config",
+        _LATENT | _GROUPS | {"q_lora_rank": 17, "topk_method": "group_limited_greedy", "routed_scaling_factor": 3.0},
+    ),
+    "deepseek-v2-lite": ("DeepseekV2Config", _LATENT | _STRETCHED | {"q_lora_rank": None, "n_shared_experts": 1}),
+    "deepseek-v3": ("DeepseekV3Config", _LATENT | _GROUPS | _STRETCHED | {"q_lora_rank": 17}),
+    "deepseek-v3-plain": (
+        "DeepseekV3Config",
+        _LATENT
+        | {
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_interleave": False,
+            "attention_bias": True,
+            "norm_topk_prob": False,
         },
     ),
 }

@@ -24,6 +24,7 @@ from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.loader import Model, load_model
 from worker_svc.models.parts import ModelPart, part_of, vocabulary_part
+from worker_svc.models.shared_experts import WithShared
 from worker_svc.models.summed import Summed
 from worker_svc.models.weights import CheckpointWeights
 from worker_svc.parallel.ranks import OnlyRank, Ranks
@@ -50,6 +51,8 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
     "mixtral": (2, {"intermediate_size": 158}),
     "gpt-oss": (2, {"intermediate_size": 158}),
     "qwen3-moe-mixed": (2, {"moe_intermediate_size": 46, "intermediate_size": 158}),
+    "deepseek-v2": (2, {"intermediate_size": 158}),
+    "deepseek-v3": (3, {"intermediate_size": 159, "moe_intermediate_size": 24}),
 }
 
 
@@ -87,16 +90,25 @@ def test_every_kind_of_family_is_split_here() -> None:
     assert {name.partition("-")[0] for name in SPLITS} == {name.partition("-")[0] for name in FAMILIES}
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe-mixed", "gpt-oss"])
-def test_whole_experts_on_each_rank(name: str, tmp_path: Path) -> None:
-    folder = make_family(name, tmp_path / "model", num_local_experts=4, intermediate_size=158)
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("mixtral", {"num_local_experts": 4}),
+        ("qwen3-moe-mixed", {}),
+        ("gpt-oss", {"num_local_experts": 4}),
+        ("deepseek-v3", {"n_routed_experts": 4, "topk_group": 2, "n_group": 2, "num_hidden_layers": 2}),
+    ],
+)
+def test_whole_experts_on_each_rank(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    folder = make_family(name, tmp_path / "model", intermediate_size=158, **changes)
     sequences = [tokens(length) for length in LENGTHS]
 
     def work(ranks: Ranks) -> tuple[list[torch.Tensor], int]:
         model = load(folder, ranks, is_expert_parallel=True)
-        mixture = model.layers[0].mlp
+        mixture = model.layers[-1].mlp
         assert isinstance(mixture, Summed)
-        return logits_of(model, sequences), len(mixture.layer._experts)
+        chosen = mixture.layer._chosen if isinstance(mixture.layer, WithShared) else mixture.layer
+        return logits_of(model, sequences), len(chosen._experts)
 
     (logits, num_experts), _ = on_all_ranks(2, work)
     truth_of_folder(folder, sequences).check_whole(logits)

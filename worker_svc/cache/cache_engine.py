@@ -5,7 +5,8 @@ Knows nothing of sequences: the scheduler says which block goes where. All layer
     store [num_layers, 2 (key, value), num_blocks, num_kv_heads, block_size, head_size]
 
 so that moving a block moves it in every layer with one call, while a layer's key cache is still one contiguous
-`[num_blocks, num_kv_heads, block_size, head_size]`: the tokens that one head attends to lie next to each other.
+`[num_blocks, num_kv_heads, block_size, head_size]`: the tokens that one head attends to lie next to each other. With
+latent attention values are the beginning of keys, and there is nothing but keys: `[num_layers, 1, ...]`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class CacheEngine:
         self.block_size = block_size
         self.num_device_blocks = num_device_blocks
         self.num_host_blocks = num_host_blocks
-        shape = (config.num_layers, 2, num_device_blocks, config.num_kv_heads, block_size, config.head_size)
+        block = config.num_kv_heads, block_size, config.head_size
+        shape = (config.num_layers, _num_parts(config), num_device_blocks, *block)
         self._moves: BlockMoves
         if torch.device(device).type == "cpu":
             store = untouched_zeros(shape, dtype)
@@ -58,12 +60,15 @@ class CacheEngine:
             store = torch.zeros(shape, dtype=dtype, device=device)
             self._moves = CudaMoves(store, num_host_blocks, _PIECE_BYTES, _AREAS)
         self.store = store
-        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = [(layer[0], layer[1]) for layer in store]
+        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = [
+            (layer[0], layer[1] if len(layer) == 2 else layer[0][..., : config.gathered_size]) for layer in store
+        ]
 
     @staticmethod
     def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
         """Bytes of keys and values of one block over all layers."""
-        return 2 * config.num_layers * config.num_kv_heads * block_size * config.head_size * dtype.itemsize
+        numbers = _num_parts(config) * config.num_layers * config.num_kv_heads * block_size * config.head_size
+        return numbers * dtype.itemsize
 
     @staticmethod
     def staging_bytes(block_bytes: int) -> int:
@@ -93,6 +98,11 @@ class CacheEngine:
         Call it before a step is launched: `read` and `written` i64[n] are the blocks that it reads and writes.
         """
         self._moves.hold_steps(read, written)
+
+
+def _num_parts(config: ModelConfig) -> int:
+    """Of a layer in a store."""
+    return 2 if config.style.latent is None else 1
 
 
 class BlockMoves(Protocol):

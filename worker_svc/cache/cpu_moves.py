@@ -15,7 +15,7 @@ class CpuMoves:
     """A cache's blocks in a second store, and their ways there and back; see `CacheEngine`."""
 
     def __init__(self, cache: torch.Tensor, num_host_blocks: int) -> None:
-        """`cache` [layers, 2, num_blocks, num_kv_heads, block_size, head_size]."""
+        """`cache` [layers, parts, num_blocks, num_kv_heads, block_size, head_size]."""
         self._cache = cache
         self._host = untouched_zeros((*cache.shape[:2], num_host_blocks, *cache.shape[3:]), cache.dtype)
 

@@ -43,8 +43,8 @@ class CudaMoves:
     """
 
     def __init__(self, cache: torch.Tensor, num_host_blocks: int, area_bytes: int, num_areas: int) -> None:
-        """`cache` [layers, 2, num_blocks, num_kv_heads, block_size, head_size] on a CUDA device, where `num_areas` each
-        way, of at most `area_bytes` or one block, are taken for what is under way."""
+        """`cache` [layers, parts, num_blocks, num_kv_heads, block_size, head_size] on a CUDA device, where `num_areas`
+        each way, of at most `area_bytes` or one block, are taken for what is under way."""
         layers, parts, num_blocks, *block = cache.shape
         block_bytes = layers * parts * cache[0, 0, :1].numel() * cache.itemsize
         capacity = min(num_host_blocks, max(1, area_bytes // block_bytes))

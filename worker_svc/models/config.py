@@ -43,7 +43,7 @@ class ModelConfig:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_size: int
+    head_size: int  # of a head's key in the cache
     max_positions: int  # that the model was trained for; may be more than max_model_len
     max_model_len: int
     tie_word_embeddings: bool
@@ -59,14 +59,26 @@ class ModelConfig:
     cache_scales: CacheScales | None = None  # of a cache of eight bits; None: it has more
 
     @property
+    def gathered_size(self) -> int:
+        """Elements of what attention adds up for a head from the cache."""
+        return self.head_size if self.style.latent is None else self.style.latent.latent_size
+
+    @property
+    def attended_size(self) -> int:
+        """Elements of what a token's heads attend to, all together."""
+        return self.num_heads * (self.head_size if self.style.latent is None else self.style.latent.value_size)
+
+    @property
     def weights_bytes(self) -> int:
         """What the weights take on a device, within a few parts in a hundred: embedding, head and layers' matrices."""
         attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_kv_heads)
+        if self.style.latent is not None:
+            attention = self.style.latent.num_weights(self.hidden_size, self.num_heads)
         num_products, experts = 3 if self.style.is_gated else 2, self.style.experts
         num_sparse = sum(experts.is_sparse) if experts else 0
         inner = (self.num_layers - num_sparse) * self.intermediate_size
         if experts:
-            inner += num_sparse * experts.num_experts * experts.intermediate_size
+            inner += num_sparse * (experts.num_experts + experts.num_shared) * experts.intermediate_size
         layers = self.num_layers * attention + num_products * self.hidden_size * inner
         table = self.vocab_size * self.hidden_size
         if self.weights_format is not None and not self.quantization:

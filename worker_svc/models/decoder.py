@@ -15,6 +15,7 @@ from worker_svc.models.decoder_layer import DecoderLayer, StepTensors
 from worker_svc.models.embedding import Embedding
 from worker_svc.models.fused_layers import FusedLayers
 from worker_svc.models.head import Head
+from worker_svc.models.latent.latent_layer import LatentLayer
 from worker_svc.models.logit_reader import MAX_ROWS_AT_ONCE, LogitReader
 from worker_svc.models.parts import ModelPart
 from worker_svc.models.post_norm import PostNormLayer
@@ -45,12 +46,16 @@ class Decoder:
         self.step_adapters = StepAdapters(device)
         self.layers: list[DecoderLayer] = []
         layer_class = PostNormLayer if style.are_norms_behind else DecoderLayer
+        if style.latent is not None:
+            layer_class = LatentLayer
         for i in part.layers:
             rope = style.rope_of_layer[i] if style.rope_of_layer else 0
             cos_sin = self._rotary_tables[rope] if self._rotary_tables else None
             prefix = base + names.layer.format(i)
             scales = {} if config.cache_scales is None else config.cache_scales.of_layer(i, part.kv_heads, device)
             self.layers.append(layer_class(part, weights, prefix, i, cos_sin, slopes, kernels, scales))
+        for i in range(part.whole.num_layers, part.whole.num_layers + style.num_extra_layers):
+            weights.ignore_all(base + names.layer.format(i))
         is_fused = part.ranks.size == 1 and FusedLayers.is_for(config, self.layers, kernels)
         self._fused = FusedLayers(config, self.layers) if is_fused else None
         embedding = None if self._embedding is None else self._embedding.weight
@@ -141,7 +146,7 @@ class Decoder:
         num_tokens: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `FusedLayers`."""
-        attended = residual.new_zeros(residual.shape[0], self.config.num_heads * self.config.head_size)
+        attended = residual.new_zeros(residual.shape[0], self.config.attended_size)
         shared = attention.shared_options()
         step = StepTensors(num_tokens, positions, attention, shared, residual, torch.empty_like(residual), attended)
         update = torch.zeros_like(residual)

@@ -9,23 +9,37 @@ families norm it once more before that.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from worker_svc.models.attention import AttentionMetadata
 from worker_svc.models.errors import ModelError
 from worker_svc.models.experts import Experts
-from worker_svc.models.grouped_experts import take_grouped_experts
+from worker_svc.models.grouped_experts import GroupedExperts, take_grouped_experts
 from worker_svc.models.linear import Linear, take_linear
 from worker_svc.models.mlp import Mlp
 from worker_svc.models.norm import Norm, RmsNorm, take_norm
 from worker_svc.models.parts import ModelPart
+from worker_svc.models.router import take_router
+from worker_svc.models.shared_experts import WithShared
 from worker_svc.models.summed import Layer, summed
 from worker_svc.models.weights import Weights
+
+# Into and out of some neurons of an MLP: of names into it and out of it, of a size, which neurons.
+Products = Callable[[tuple[str, ...], str, int, range], tuple[Linear, Linear]]
+
+
+class HasWeight(Protocol):
+    """A part of a layer."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that it occupies on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +52,7 @@ class StepTensors:
     attention_options: dict[str, Any]  # `AttentionMetadata.shared_options`
     residual: torch.Tensor  # [rows, hidden]
     normed: torch.Tensor  # [rows, hidden], overwritten by each half
-    attended: torch.Tensor  # [rows, num_heads * head_size], overwritten by each layer
+    attended: torch.Tensor  # [rows, config.attended_size], overwritten by each layer
 
 
 class DecoderLayer:
@@ -59,8 +73,6 @@ class DecoderLayer:
         config, whole = part.own, part.whole
         style, names, hidden = config.style, config.style.names, config.hidden_size
         self._config, self._kernels, self.cos_sin = config, kernels, cos_sin
-        own_outputs = part.outputs_of_heads
-        self._part_sizes = [len(outputs) for outputs in own_outputs]
         scale = config.head_size**-0.5 if style.attention_scale is None else style.attention_scale
         self.attention_options: dict[str, Any] = {
             "scale": scale / (index + 1) if style.is_scaled_by_layer else scale,
@@ -77,26 +89,14 @@ class DecoderLayer:
             return take_norm(config, weights, prefix + name, size, kernels)
 
         self.input_norm = norm(names.input_norm)
-        self.qkv = take_linear(
-            weights,
-            [prefix + name for name in names.qkv],
-            [heads * whole.head_size for heads in (whole.num_heads, *[whole.num_kv_heads] * 2)],
-            hidden,
-            outputs=own_outputs,
-            is_biased=style.qkv_bias,
-            is_transposed=names.is_transposed,
-            num_turns=whole.num_heads if names.has_heads_in_turn else 1,
-        )
-        self.head_norms = [
-            norm(name, config.head_size) for name in (names.query_norm, names.key_norm) if style.has_head_norms
-        ]
-        self._head_norm_options = _options_of(self.head_norms, cos_sin)
+        self._take_heads(part, weights, prefix)
+        attended_size = whole.attended_size // whole.num_heads
         attention_out = take_linear(
             weights,
             [prefix + names.attention_out],
             [hidden],
-            whole.num_heads * whole.head_size,
-            inputs=own_outputs[0],
+            whole.attended_size,
+            inputs=range(part.heads.start * attended_size, part.heads.stop * attended_size),
             is_biased=style.attention_out_bias,
             is_transposed=names.is_transposed,
         )
@@ -108,14 +108,41 @@ class DecoderLayer:
         for name in names.ignored:
             weights.ignore(prefix + name)
 
+    def _take_heads(self, part: ModelPart, weights: Weights, prefix: str) -> None:
+        """What makes queries, keys and values."""
+        config, whole, outputs = part.own, part.whole, part.outputs_of_heads
+        style, names = config.style, config.style.names
+        self._part_sizes = [len(some) for some in outputs]
+        self.qkv = take_linear(
+            weights,
+            [prefix + name for name in names.qkv],
+            [heads * whole.head_size for heads in (whole.num_heads, *[whole.num_kv_heads] * 2)],
+            config.hidden_size,
+            outputs=outputs,
+            is_biased=style.qkv_bias,
+            is_transposed=names.is_transposed,
+            num_turns=whole.num_heads if names.has_heads_in_turn else 1,
+        )
+        self.head_norms = [
+            take_norm(config, weights, prefix + name, config.head_size, self._kernels)
+            for name in (names.query_norm, names.key_norm)
+            if style.has_head_norms
+        ]
+        self._head_norm_options = _options_of(self.head_norms, self.cos_sin)
+
+    @property
+    def _of_heads(self) -> Sequence[HasWeight]:
+        """What `_take_heads` has taken."""
+        return [self.qkv, *self.head_norms]
+
     @property
     def weights_bytes(self) -> int:
         """Bytes that its weights occupy on the device."""
-        norms = [self.input_norm, *self.head_norms, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm]
-        products = [self.qkv, self.attention_out, self.mlp]
+        norms = [self.input_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm]
+        parts = [*norms, *self._of_heads, self.attention_out, self.mlp]
         sinks = self.attention_options.get("sinks")
         of_sinks = 0 if sinks is None else sinks.nbytes
-        return of_sinks + sum(part.weight_bytes for part in [*norms, *products] if part is not None)
+        return of_sinks + sum(part.weight_bytes for part in parts if part is not None)
 
     def __call__(
         self, update: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, step: StepTensors
@@ -184,16 +211,25 @@ def _take_mlp(part: ModelPart, weights: Weights, prefix: str, index: int, kernel
         size = config.intermediate_size
         inner, outer = products(names.mlp_in, names.mlp_out, size, part.neurons(size))
         return Mlp(inner, summed(outer, part.ranks), style, kernels)
-    router = take_linear(
-        weights,
-        [prefix + names.router],
-        [experts.num_experts],
-        hidden,
-        is_biased=experts.are_biased,
-        is_exact=True,
-    )
+    chosen = _take_experts(part, weights, prefix, products, kernels)
+    if not experts.num_shared:
+        return summed(chosen, part.ranks)
+    size = experts.num_shared * experts.intermediate_size
+    into = tuple(names.shared_experts + name for name in names.expert_in)
+    inner, outer = products(into, names.shared_experts + names.expert_out, size, part.neurons(size))
+    return summed(WithShared(chosen, Mlp(inner, outer, style, kernels)), part.ranks)
+
+
+def _take_experts(
+    part: ModelPart, weights: Weights, prefix: str, products: Products, kernels: ModuleType
+) -> GroupedExperts | Experts:
+    """Those of this rank that tokens choose."""
+    style, names = part.whole.style, part.whole.style.names
+    experts = style.experts
+    assert experts is not None
+    router = take_router(weights, prefix, style, part.whole.hidden_size, kernels)
     if "grouped_matmul" in kernels.__all__:
-        return summed(take_grouped_experts(part, weights, prefix, router, kernels), part.ranks)
+        return take_grouped_experts(part, weights, prefix, router, kernels)
     neurons, own = part.neurons(experts.intermediate_size, of_experts=True), []
     for number in range(experts.num_experts):
         expert = names.expert.format(number)
@@ -204,7 +240,7 @@ def _take_mlp(part: ModelPart, weights: Weights, prefix: str, index: int, kernel
             for name in (*into, out_of):
                 weights.ignore(f"{prefix}{name}.weight")
                 weights.ignore(f"{prefix}{name}.bias")
-    return summed(Experts(router, own, experts, part.experts), part.ranks)
+    return Experts(router, own, part.experts)
 
 
 def _options_of(head_norms: list[Norm], cos_sin: torch.Tensor | None) -> dict[str, Any]:

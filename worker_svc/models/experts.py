@@ -1,23 +1,22 @@
 """A mixture of experts in place of an MLP (Shazeer et al. 2017, arXiv:1701.06538).
 
-out = sum over the chosen e of  weight[e] * expert_e(x),  weights from softmax(router x), the largest `num_chosen`
+out = sum over the chosen e of  weight[e] * expert_e(x),  weights and choice as `Router` has them
 """
 
 from __future__ import annotations
 
 import torch
 
-from worker_svc.models.linear import Linear
 from worker_svc.models.mlp import Mlp
-from worker_svc.models.style import ExpertStyle
+from worker_svc.models.router import Router
 
 
 class Experts:
     """Calls map x [T, hidden] to [T, hidden]; every expert computes its rows in one product."""
 
-    def __init__(self, router: Linear, experts: list[Mlp], style: ExpertStyle, numbers: range) -> None:
+    def __init__(self, router: Router, experts: list[Mlp], numbers: range) -> None:
         """`experts` are those of these `numbers`; what the router sends to others adds nothing."""
-        self._router, self._experts, self._style = router, dict(zip(numbers, experts, strict=True)), style
+        self._router, self._experts = router, dict(zip(numbers, experts, strict=True))
 
     @property
     def weight_bytes(self) -> int:
@@ -26,9 +25,7 @@ class Experts:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Rows in the dtype of `x`; shares of experts are computed in float32."""
-        shares, chosen = self._router(x).float().softmax(-1).topk(self._style.num_chosen, dim=-1)  # [T, num_chosen]
-        if self._style.is_normalized:
-            shares /= shares.sum(-1, keepdim=True)
+        shares, chosen = self._router.choose(x)
         shares = shares.to(x.dtype)
         out = torch.zeros_like(x)
         for expert in chosen.unique().tolist():  # in order, so that a row's sum does not depend on others

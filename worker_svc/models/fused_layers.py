@@ -80,6 +80,7 @@ class FusedLayers:
             and style.is_gated
             and not style.names.sinks
             and style.experts is None
+            and style.latent is None
             and all(len(_products(layer)) == NUM_PRODUCTS for layer in layers)
         )
 

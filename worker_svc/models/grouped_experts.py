@@ -16,11 +16,11 @@ import torch
 from kernels.e4m3_weight import quantize_e4m3
 from kernels.quantized_weight import QuantizedWeight
 from worker_svc.models.fused_parts import in_order, stored_rows
-from worker_svc.models.linear import Linear
 from worker_svc.models.mlp import activation
 from worker_svc.models.parts import ModelPart
 from worker_svc.models.quantized.fp8_store import Fp8Store
 from worker_svc.models.quantized.shaping import fit_together, side_by_side, some_outputs
+from worker_svc.models.router import Router
 from worker_svc.models.style import DecoderStyle
 from worker_svc.models.weights import Weights
 
@@ -42,7 +42,7 @@ class GroupedExperts:
 
     def __init__(
         self,
-        router: Linear,
+        router: Router,
         inner: ExpertWeights,
         outer: ExpertWeights,
         style: DecoderStyle,
@@ -73,8 +73,13 @@ class GroupedExperts:
         shares = x.new_empty(num_tokens, num_chosen, dtype=torch.float32)
         places = x.new_empty(num_tokens, num_chosen, dtype=torch.int32)
         rows, starts = x.new_empty(num_rows, dtype=torch.int64), x.new_empty(num_own + 1, dtype=torch.int32)
-        of_route = {"first_expert": self._first_expert, "is_normalized": self._style.is_normalized}
-        kernels.route_experts(shares, places, rows, starts, self._router(x), **of_route)
+        sorted_rows, of_here = (places, rows, starts), {"first_expert": self._first_expert}
+        if self._style.choice is None:
+            logits = self._router.logits(x)
+            kernels.route_experts(shares, *sorted_rows, logits, is_normalized=self._style.is_normalized, **of_here)
+        else:
+            shares, chosen = self._router.choose(x)
+            kernels.place_experts(*sorted_rows, chosen, **of_here)
         inner_bias, outer_bias = self._biases
         # Room for the rows of all experts; those that are elsewhere leave the end of it as it is.
         inner = x.new_empty(num_rows, self._inner.shape[1])
@@ -89,7 +94,7 @@ class GroupedExperts:
 
 
 def take_grouped_experts(
-    part: ModelPart, weights: Weights, prefix: str, router: Linear, kernels: ModuleType
+    part: ModelPart, weights: Weights, prefix: str, router: Router, kernels: ModuleType
 ) -> GroupedExperts:
     """The weights of this rank's experts, read into two tensors, or kept in few bits where the checkpoint has
     them so and the device multiplies them together."""

@@ -23,6 +23,13 @@ class Names:
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
     sinks: str = ""  # the whole name; of a number for each head that takes part in its softmax
+    query: str = "self_attn.q_proj"  # this and the following: of latent attention
+    query_down: str = "self_attn.q_a_proj"
+    query_down_norm: str = "self_attn.q_a_layernorm"
+    query_up: str = "self_attn.q_b_proj"
+    key_down: str = "self_attn.kv_a_proj_with_mqa"
+    key_down_norm: str = "self_attn.kv_a_layernorm"
+    key_up: str = "self_attn.kv_b_proj"
     attention_out: str = "self_attn.o_proj"
     attention_post_norm: str = ""  # of what attention adds to the residual
     mlp_norm: str = "post_attention_layernorm"
@@ -30,9 +37,11 @@ class Names:
     mlp_out: str = "mlp.down_proj"
     mlp_post_norm: str = ""  # of what the MLP adds to the residual
     router: str = "mlp.gate"
+    router_bias: str = "mlp.gate.e_score_correction_bias"  # the whole name
     expert: str = "mlp.experts.{}."
     expert_in: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_out: str = "down_proj"
+    shared_experts: str = "mlp.shared_experts."
     final_norm: str = "norm"  # empty: none
     project_in: str = "project_in"  # of an embedding of another size than the layers'
     project_out: str = "project_out"

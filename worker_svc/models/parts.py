@@ -165,6 +165,8 @@ def _check(config: ModelConfig, size: int, is_expert_parallel: bool) -> None:
         shared.append((experts.num_experts, "experts"))
     elif experts is not None:
         shared.append((experts.intermediate_size, "neurons of an expert"))
+    if experts is not None and experts.num_shared:
+        shared.append((experts.num_shared * experts.intermediate_size, "neurons of shared experts"))
     for count, what in shared:
         if count % size:
             raise ModelError(f"{refused}: {count} {what} do not divide among so many ranks")

@@ -44,6 +44,9 @@ class Weights(Protocol):
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """The tensor, in the model's dtype and on its device; raises `ModelError` if missing or of another shape."""
 
+    def take_float32(self, name: str, *shape: int) -> torch.Tensor:
+        """As `take`, but float32 whatever the model computes in."""
+
     def take_parts(
         self,
         names: Sequence[str],
@@ -108,6 +111,14 @@ class CheckpointWeights:
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """See `Weights`; reads the file now."""
         return self.take_parts([name], shape[:1], *shape[1:])
+
+    def take_float32(self, name: str, *shape: int) -> torch.Tensor:
+        """See `Weights`; reads the file now."""
+        stored = self._pop(name, shape)
+        out = torch.empty(shape, dtype=torch.float32, device=self._device)
+        stored.read_into(out, [range(shape[0])], [range(shape[-1])])
+        self._progress.add(out.numel() * stored.dtype.itemsize)
+        return out
 
     def take_parts(
         self,
@@ -217,6 +228,10 @@ class DummyWeights:
         numbers = torch.empty(shape, device=self._drawn_on).uniform_(-1, 1, generator=self._generator)
         scaled: torch.Tensor = numbers / shape[-1] ** 0.5
         return scaled.to(device=self._device, dtype=self._dtype)
+
+    def take_float32(self, name: str, *shape: int) -> torch.Tensor:
+        """As `take`."""
+        return self.take(name, *shape).float()
 
     def take_parts(
         self,

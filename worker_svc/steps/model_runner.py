@@ -103,7 +103,7 @@ class ModelRunner:
         self._release_graphs()
         kernels = kernels_for(self.device)
         if "attention_scratch" in kernels.__all__:
-            heads = (self.config.num_heads, self.config.head_size)
+            heads = (self.config.num_heads, self.config.gathered_size)
             self._scratch = kernels.attention_scratch(self.device, max_num_seqs, max_model_len, *heads)
 
     def scratch_bytes(self, max_num_seqs: int, max_model_len: int) -> int:
@@ -111,7 +111,7 @@ class ModelRunner:
         kernels = kernels_for(self.device)
         if "attention_scratch_bytes" not in kernels.__all__:
             return 0
-        heads = (self.config.num_heads, self.config.head_size)
+        heads = (self.config.num_heads, self.config.gathered_size)
         num_bytes: int = kernels.attention_scratch_bytes(self.device, max_num_seqs, max_model_len, *heads)
         return num_bytes
 

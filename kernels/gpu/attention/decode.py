@@ -82,8 +82,8 @@ def segment_kernel(  # type: ignore[no-untyped-def]
             num_pieces = tl.cdiv(seq_len, piece_size) - first_piece
             of_head = num_pieces * row_tiles
             tiles = piece_size // KEY_TILE
-            from_item = _item_at(begin - base, num_kv_heads, first_tile, end_tile, tiles, row_tiles, of_head)
-            to_item = _item_at(end - base, num_kv_heads, first_tile, end_tile, tiles, row_tiles, of_head)
+            from_item = item_at(begin - base, num_kv_heads, first_tile, end_tile, tiles, row_tiles, of_head)
+            to_item = item_at(end - base, num_kv_heads, first_tile, end_tile, tiles, row_tiles, of_head)
             for item in range(from_item, to_item):
                 head, place = item // of_head, item % of_head
                 piece, first_row = first_piece + place // row_tiles, place % row_tiles * ROWS
@@ -136,7 +136,7 @@ def segment_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _item_at(place, num_kv_heads, first_tile, end_tile, tiles, row_tiles, of_head):  # type: ignore[no-untyped-def]
+def item_at(place, num_kv_heads, first_tile, end_tile, tiles, row_tiles, of_head):  # type: ignore[no-untyped-def]
     """The first item that begins at tile `place` of a sequence, or later; items are heads, of these pieces of `tiles`
     tiles of keys, counted from the sequence's first key, of these tiles of rows."""
     work_of_head = (end_tile - first_tile).to(tl.int64) * row_tiles

@@ -18,6 +18,7 @@ SEGMENT: int = segment.SEGMENT.value
 SPAN: int = segment.SPAN.value
 # At least so many lines: 256 tokens after 131,072, in spans. Of 32 heads of 128, 136 MB.
 FEW_LINES = 8192
+_FEW_NUMBERS = 1 << 26  # but for no more than 268 MB: of 128 heads' latents of 512, 1,024 lines
 KEPT_ROWS = 128  # of a multiprocessor: the tiles of rows that the prefill kernel has at once
 
 
@@ -65,8 +66,8 @@ def new_scratch(
     max_lines: int | None = None,
 ) -> Scratch:
     """For steps of up to `num_sequences` sequences; with no more lines than `max_lines`, but for those needed."""
-    needed = lines_needed(num_sequences, max_seq_len)
-    num_lines = max(needed, FEW_LINES if max_lines is None else min(max_lines, FEW_LINES))
+    needed, few = lines_needed(num_sequences, max_seq_len), _few_lines(num_heads, head_size)
+    num_lines = max(needed, few if max_lines is None else min(max_lines, few))
 
     def numbers(*shape: int) -> torch.Tensor:
         # Each begins at a multiple of 16 bytes: a part of a larger one might not, and be compiled for again.
@@ -81,5 +82,9 @@ def scratch_bytes(
     num_sequences: int, max_seq_len: int, num_heads: int, head_size: int, num_multiprocessors: int
 ) -> int:
     """What `new_scratch` takes."""
-    num_lines = max(lines_needed(num_sequences, max_seq_len), FEW_LINES)
+    num_lines = max(lines_needed(num_sequences, max_seq_len), _few_lines(num_heads, head_size))
     return (num_lines * num_heads + KEPT_ROWS * num_multiprocessors) * (head_size + 2) * 4
+
+
+def _few_lines(num_heads: int, head_size: int) -> int:
+    return min(FEW_LINES, max(_FEW_NUMBERS // (num_heads * head_size), 1))

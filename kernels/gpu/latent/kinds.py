@@ -1,0 +1,119 @@
+"""Kinds of models that latent attention is compiled for: what `octavo bench kernels --compile-only` builds of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import triton.language as tl
+
+from kernels.gpu.architectures import MAX_SHARED_BYTES
+from kernels.gpu.attention.decode import join_kernel
+from kernels.gpu.attention.tiling import JOIN_REGISTERS, padded
+from kernels.gpu.attention.work import OF_A_STEP
+from kernels.gpu.latent.pieces import pieces_kernel
+from kernels.gpu.latent.tiling import ALL_REGISTERS, LatentTiling, latent_tiling
+from kernels.gpu.latent.whole import whole_kernel
+from kernels.gpu.variant import Variant
+
+
+@dataclass(frozen=True, slots=True)
+class LatentKind:
+    """What a model asks of the kernels; the sizes of all published ones."""
+
+    num_heads: int
+    dtype: str = "bf16"
+    block_size: int = 16
+    latent_size: int = 512
+    rotary_size: int = 64
+
+    def tiling(self, capability: int) -> LatentTiling:
+        """As a launch on such a card has it."""
+        element_size = 4 if self.dtype == "fp32" else 2
+        sizes = self.num_heads, self.latent_size, self.rotary_size, element_size
+        return latent_tiling(*sizes, MAX_SHARED_BYTES[capability])
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.num_heads} heads block {self.block_size}"
+
+
+_KINDS = (
+    LatentKind(128),  # DeepSeek-V3 on one GPU
+    LatentKind(64, "fp16", block_size=64),  # on two, and Kimi-K2
+    LatentKind(16),  # on eight, and DeepSeek-V2-Lite
+    LatentKind(16, "fp32"),
+)
+_SUMS = ("sums", "maxima", "totals")
+_DOT_TYPES = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
+
+
+def variants_of_all() -> Iterator[Variant]:
+    """Those of every kind of model, and of every cut of them."""
+    for kind in _KINDS:
+        capabilities: dict[LatentTiling, list[int]] = {}
+        for capability in MAX_SHARED_BYTES:
+            capabilities.setdefault(kind.tiling(capability), []).append(capability)
+        for cut, of_cut in capabilities.items():
+            yield from _variants(kind, cut, of_cut)
+    yield _join_variant(_KINDS[0])
+
+
+def _variants(kind: LatentKind, cut: LatentTiling, capabilities: list[int]) -> Iterator[Variant]:
+    read = {"plan": "*i32", "query": f"*{kind.dtype}", "cache": f"*{kind.dtype}", "block_tables": "*i32"}
+    read |= {"seq_lens": "*i32", "query_starts": "*i32", "num_sequences": "i32", "scale": "fp32"}
+    read |= dict.fromkeys(("query_stride", "block_stride", "table_stride"), "i32")
+    constants = {
+        "HEADS": kind.num_heads,
+        "KEY_TILE": cut.key_tile,
+        "BLOCK_SIZE": kind.block_size,
+        "LATENT": kind.latent_size,
+        "LATENT_TILE": padded(kind.latent_size),
+        "TURNED": kind.rotary_size,
+        "TURNED_TILE": padded(kind.rotary_size),
+        "ROWS": cut.rows,
+        "DOT_TYPE": _DOT_TYPES[kind.dtype],
+    }
+    of_whole = {"out": f"*{kind.dtype}", **{f"kept_{name}": "*fp32" for name in _SUMS}, "out_stride": "i32"}
+    for name, kernel, own, shape in (
+        ("whole", whole_kernel, of_whole, {}),
+        ("pieces", pieces_kernel, dict.fromkeys(_SUMS, "*fp32"), {"PROGRAMS": cut.programs}),
+    ):
+        signature: dict[str, str] = {**own, **read}
+        yield Variant(
+            f"latent_attention {name} {kind} tile {cut.rows}x{cut.key_tile} programs {cut.programs}",
+            kernel,
+            signature,
+            constants | shape,
+            num_warps=cut.num_warps,
+            num_stages=cut.stages,
+            max_registers=ALL_REGISTERS,
+            divisible_by_16=_aligned(signature),
+            may_spill=False,
+            capabilities=capabilities,
+        )
+
+
+def _join_variant(kind: LatentKind) -> Variant:
+    heads = kind.tiling(90).joined_heads
+    signature = {"out": f"*{kind.dtype}", **dict.fromkeys(_SUMS, "*fp32"), "plan": "*i32"}
+    signature |= {"seq_lens": "*i32", "query_starts": "*i32"}
+    signature |= dict.fromkeys(("num_sequences", "num_kv_heads", "out_stride", "window"), "i32")
+    constants: dict[str, Any] = {"sinks": None, "value_scale": None, "GROUP": heads, "GROUP_TILE": heads}
+    constants |= {"HEAD_SIZE": kind.latent_size, "HEAD_TILE": padded(kind.latent_size), "HAS_WINDOW": False}
+    return Variant(
+        f"latent_attention join {kind}",
+        join_kernel,
+        signature,
+        constants,
+        num_stages=3,
+        max_registers=JOIN_REGISTERS,
+        divisible_by_16=_aligned(signature),
+        may_spill=False,
+    )
+
+
+def _aligned(signature: dict[str, str]) -> tuple[str, ...]:
+    """Addresses, and strides in elements; but of what each step brings."""
+    names = [name for name, kind in signature.items() if kind[0] == "*" or name.endswith("_stride")]
+    return tuple(name for name in names if name not in OF_A_STEP)

@@ -1,0 +1,177 @@
+"""Latent attention on a GPU: formula and arguments as in `kernels.oracles.reference_latent.latent_attention`.
+
+    out[t, h] = sum_j softmax_j(scale * query[t, h] . key[j]) key[j, :latent]
+
+Source: DeepSeek-V2, 2024 (arXiv:2405.04434); Kwon et al. 2023 (arXiv:2309.06180) for the paged cache. Layout: cache
+[num_blocks, 1, block_size, latent + turned], a block's tokens and elements contiguous; blocks may lie apart. query
+[T, num_heads, latent + turned], out [T, num_heads, latent], a token's heads contiguous.
+
+`plan_kernel` decides, once a forward pass, which sequences are split: `pieces_kernel` and `join_kernel` compute these,
+`whole_kernel` the others. All have one tiling and add up in one order, so that a token has the same bits alone, in a
+chunk and in a prompt. Nothing here reads a tensor's values, so that a graph can capture it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+
+from kernels.gpu.attention import segment
+from kernels.gpu.attention.decode import join_kernel
+from kernels.gpu.attention.scratch import KEPT_ROWS, SEGMENT, AttentionPass, Scratch, lines_needed, new_scratch
+from kernels.gpu.attention.tiling import JOIN_REGISTERS, padded
+from kernels.gpu.attention.work import NUM_FACTS, plan_kernel
+from kernels.gpu.latent import kinds
+from kernels.gpu.latent.card import card_of
+from kernels.gpu.latent.pieces import pieces_kernel
+from kernels.gpu.latent.tiling import ALL_REGISTERS, latent_tiling
+from kernels.gpu.latent.whole import whole_kernel
+from kernels.gpu.variant import Variant
+
+_LOG2_E = segment.LOG2_E.value
+_JOIN_PROGRAMS = 8  # of a multiprocessor
+_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def latent_attention(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+    shared: AttentionPass | None = None,
+) -> None:
+    """See `kernels.oracles.reference_latent.latent_attention`; `shared` as for `paged_attention`.
+
+    Types: float32, float16 or bfloat16, also of the cache. Raises ValueError where a shape, stride, type or device does
+    not fit.
+    """
+    _check(out, query, cache, block_tables, seq_lens, query_starts, scale)
+    num_sequences, (num_tokens, num_heads, cached_size) = seq_lens.numel(), query.shape
+    latent_size, block_size = out.shape[2], cache.shape[2]
+    if not num_tokens or not num_sequences:
+        return
+    rotary_size, card = cached_size - latent_size, card_of(query.device)
+    cut = latent_tiling(num_heads, latent_size, rotary_size, query.element_size(), card.max_shared_bytes)
+    sizes = (num_sequences, max_seq_len, num_heads, latent_size, card.num_multiprocessors)
+    if shared is None:
+        lines = num_tokens * triton.cdiv(max_seq_len, SEGMENT)
+        shared = new_scratch(*sizes, query.device, lines).new_pass()
+    scratch = shared.scratch
+    plan = shared.plans.get((0,))
+    if plan is None:
+        _check_scratch(scratch, *sizes)
+        plan = seq_lens.new_empty((NUM_FACTS, num_sequences))
+        plan_kernel[(1,)](
+            plan,
+            seq_lens,
+            query_starts,
+            num_sequences,
+            1,
+            scratch.num_lines,
+            card.num_multiprocessors,
+            0,
+            GROUP=num_heads,
+            KEY_TILE=cut.key_tile,
+            SPLIT_ROWS=cut.rows,
+            WHOLE_ROWS=cut.rows,
+            HAS_WINDOW=False,
+        )
+        shared.plans[(0,)] = plan
+    kept: dict[str, Any] = {
+        "HEADS": num_heads,
+        "KEY_TILE": cut.key_tile,
+        "BLOCK_SIZE": block_size,
+        "LATENT": latent_size,
+        "LATENT_TILE": padded(latent_size),
+        "TURNED": rotary_size,
+        "TURNED_TILE": padded(rotary_size),
+        "ROWS": cut.rows,
+        "DOT_TYPE": card.dot_type(query.dtype),
+        "num_warps": cut.num_warps,
+        "num_stages": cut.stages,
+        "maxnreg": ALL_REGISTERS,
+    }
+    lines_of = (scratch.sums, scratch.maxima, scratch.totals)
+    read = (plan, query, cache, block_tables, seq_lens, query_starts, num_sequences)
+    strides = (query.stride(0), cache.stride(0), block_tables.stride(0), scale * _LOG2_E)
+    programs = cut.programs * card.num_multiprocessors
+    if max_query_len > 1:
+        sums = (scratch.kept_sums, scratch.kept_maxima, scratch.kept_totals)
+        whole_kernel[(programs,)](out, *sums, *read, out.stride(0), *strides, **kept)
+    pieces_kernel[(programs,)](*lines_of, *read, *strides, PROGRAMS=cut.programs, **kept)
+    num_joined = num_heads // cut.joined_heads
+    join_kernel[(min(num_tokens * num_joined, _JOIN_PROGRAMS * card.num_multiprocessors),)](
+        out,
+        *lines_of,
+        plan,
+        seq_lens,
+        query_starts,
+        None,
+        None,
+        num_sequences,
+        num_joined,
+        out.stride(0),
+        0,
+        GROUP=cut.joined_heads,
+        GROUP_TILE=cut.joined_heads,
+        HEAD_SIZE=latent_size,
+        HEAD_TILE=padded(latent_size),
+        HAS_WINDOW=False,
+        maxnreg=JOIN_REGISTERS,
+    )
+
+
+def _check(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    scale: float,
+) -> None:
+    if query.dim() != 3 or out.shape[:2] != query.shape[:2] or out.dtype != query.dtype or query.dtype not in _TYPES:
+        raise ValueError(f"out {tuple(out.shape)} {out.dtype} does not fit query {tuple(query.shape)} {query.dtype}")
+    if cache.dim() != 4 or cache.shape[1] != 1 or cache.shape[3] != query.shape[2] or cache.dtype not in _TYPES:
+        raise ValueError(f"query {tuple(query.shape)} does not fit a cache of {tuple(cache.shape)} {cache.dtype}")
+    if not 0 < out.shape[2] < query.shape[2]:
+        raise ValueError(f"latents of {out.shape[2]} are not a part of keys of {query.shape[2]}")
+    if cache.stride()[2:] != (cache.shape[3], 1):
+        raise ValueError(f"a block's tokens and elements are not contiguous: strides {cache.stride()}")
+    for name, x in (("out", out), ("query", query)):
+        if len(x) and x.stride()[1:] != (x.shape[2], 1):
+            raise ValueError(f"a token's heads are not contiguous in {name}: strides {x.stride()}")
+    for name, x, size in (("seq_lens", seq_lens, len(block_tables)), ("query_starts", query_starts, len(seq_lens) + 1)):
+        if x.dtype != torch.int32 or x.shape != (size,) or not x.is_contiguous():
+            raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}, not contiguous int32 ({size},)")
+    if block_tables.dtype != torch.int32 or block_tables.stride(1) != 1:
+        raise ValueError("the rows of block_tables are not contiguous int32")
+    if len({x.device for x in (out, query, cache, block_tables, seq_lens, query_starts)}) > 1:
+        raise ValueError("tensors lie on more than one device")
+    if scale <= 0:
+        raise ValueError(f"scale {scale} is not positive")
+
+
+def _check_scratch(
+    scratch: Scratch, num_sequences: int, max_seq_len: int, num_heads: int, latent_size: int, num_multiprocessors: int
+) -> None:
+    if scratch.sums.shape[1:] != (num_heads, latent_size):
+        raise ValueError(f"scratch of {tuple(scratch.sums.shape)} is not for {num_heads} heads of {latent_size}")
+    if scratch.num_lines < (needed := lines_needed(num_sequences, max_seq_len)):
+        raise ValueError(f"scratch has {scratch.num_lines} lines; these sequences may need {needed}")
+    if len(scratch.kept_sums) < num_multiprocessors * KEPT_ROWS:
+        raise ValueError(f"scratch is not for {num_multiprocessors} multiprocessors")
+
+
+def variants() -> Iterator[Variant]:
+    """Those of every kind of model, and of every cut of them."""
+    return kinds.variants_of_all()

@@ -1,0 +1,70 @@
+"""What the `config.json` of DeepSeek's models, and of others like Kimi-K2, says of latent attention and of experts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Literal
+
+from worker_svc.models.raw_config import RawConfig
+from worker_svc.models.rope import Rope
+from worker_svc.models.style import ExpertStyle, GroupedChoice, LatentStyle
+
+
+def read_latent(raw: RawConfig, *, are_pairs: bool) -> LatentStyle:
+    """Sizes that a file leaves out are those of the published models."""
+    return LatentStyle(
+        latent_size=raw.integer("kv_lora_rank", 512),
+        rotary_size=raw.integer("qk_rope_head_dim", 64),
+        plain_size=raw.integer("qk_nope_head_dim", 128),
+        value_size=raw.integer("v_head_dim", 128),
+        query_latent_size=raw.optional_integer("q_lora_rank", 1536) or 0,
+        are_pairs=are_pairs,
+    )
+
+
+def latent_scale(raw: RawConfig, latent: LatentStyle, rope: Rope) -> float:
+    """Of logits: a stretched rotation makes attention sharper by the square of `mscale_all_dim`'s logarithm."""
+    scale = latent.query_size**-0.5
+    stretch = (raw.part("rope_parameters") or raw.part("rope_scaling")).number("mscale_all_dim", 0.0)
+    if rope.kind != "default" and stretch and rope.factor > 1:
+        scale *= (0.1 * stretch * math.log(rope.factor) + 1.0) ** 2
+    return scale
+
+
+def read_experts(
+    raw: RawConfig, num_layers: int, scores: Literal["softmax", "sigmoid"], method: str
+) -> ExpertStyle | None:
+    """None where all layers have an MLP. `scores` and `method` are the family's own; raises ModelError for others."""
+    if "n_routed_experts" not in raw:
+        return None
+    if (other := raw.get("scoring_func") or scores) != scores:
+        raise raw.error(f"scoring_func {other!r} is not supported, only {scores!r}")
+    method = raw.get("topk_method") or method
+    known = ("greedy", "group_limited_greedy") if scores == "softmax" else ("noaux_tc",)
+    if method not in known:
+        raise raw.error(f"topk_method {method!r} is not supported, only {' and '.join(known)}")
+    first, step = raw.get("first_k_dense_replace") or 0, raw.integer("moe_layer_freq", 1)
+    choice = GroupedChoice(scores, is_biased=method == "noaux_tc", scale=raw.number("routed_scaling_factor", 1.0))
+    num_experts, num_chosen = raw.integer("n_routed_experts"), raw.integer("num_experts_per_tok")
+    if method != "greedy":
+        choice = _grouped(raw, choice, num_experts, num_chosen)
+    return ExpertStyle(
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        intermediate_size=raw.integer("moe_intermediate_size"),
+        is_normalized=raw.flag("norm_topk_prob"),
+        is_sparse=tuple(layer >= first and layer % step == 0 for layer in range(num_layers)),
+        num_shared=raw.get("n_shared_experts") or 0,
+        choice=choice,
+    )
+
+
+def _grouped(raw: RawConfig, choice: GroupedChoice, num_experts: int, num_chosen: int) -> GroupedChoice:
+    num_groups, num_chosen_groups = raw.integer("n_group"), raw.integer("topk_group")
+    size, least = num_experts // num_groups, 2 if choice.is_biased else 1
+    if num_experts % num_groups or num_chosen_groups > num_groups or size < least:
+        raise raw.error(f"{num_experts} experts are not {num_groups} groups, of which {num_chosen_groups} are chosen")
+    if num_chosen > num_chosen_groups * size:
+        raise raw.error(f"{num_chosen} experts cannot be chosen among {num_chosen_groups} groups of {size}")
+    return replace(choice, num_groups=num_groups, num_chosen_groups=num_chosen_groups)
