@@ -22,6 +22,7 @@ from worker_svc.models import stored_tensor
 from worker_svc.models.checkpoint_files import Tensors
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
+from worker_svc.models.experts import Experts
 from worker_svc.models.loader import Model, load_model
 from worker_svc.models.parts import ModelPart, part_of, vocabulary_part
 from worker_svc.models.shared_experts import WithShared
@@ -108,6 +109,7 @@ def test_whole_experts_on_each_rank(name: str, changes: dict[str, Any], tmp_path
         mixture = model.layers[-1].mlp
         assert isinstance(mixture, Summed)
         chosen = mixture.layer._chosen if isinstance(mixture.layer, WithShared) else mixture.layer
+        assert isinstance(chosen, Experts)
         return logits_of(model, sequences), len(chosen._experts)
 
     (logits, num_experts), _ = on_all_ranks(2, work)
