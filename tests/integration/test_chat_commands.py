@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
-import select
 import stat
 import sys
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ from octavo.commands.conversation import Conversation
 from octavo.commands.line_reader import LineReader
 from tests.integration.fake_inference import FakeServer, expected_tokens, text_of
 from tests.processes import started
+from tests.terminal import Terminal
 
 ROOT = Path(__file__).parents[2]
 ANSWER = text_of(expected_tokens(9, 0, 2))
@@ -151,31 +150,21 @@ def test_at_a_terminal_tab_completes_and_the_next_chat_has_the_history(tmp_path:
     environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"}
     asked: list[str] = []
     for keys in (b"Hi there\n", b"\x1b[A\x1b[A\n"):  # the second: two lines up, beyond /bye
-        with FakeServer() as server:
-            terminal, inside = pty.openpty()
+        with FakeServer() as server, Terminal() as terminal:
             command = [sys.executable, "-m", "octavo", "chat", "--address", server.address, "--max-tokens=2"]
             command += [] if keeps_history else ["--no-history"]
+            inside = terminal.inside
             with started(command, cwd=ROOT, env=environ, stdin=inside, stdout=inside) as process:
-                _wait_for(terminal, b"> ")
-                os.write(terminal, keys)
+                terminal.wait_for(b"> ")
+                terminal.press(keys)
                 if keys.startswith(b"Hi") or keeps_history:
-                    _wait_for(terminal, b"t")  # the answer
-                _wait_for(terminal, b"> ")
-                os.write(terminal, b"/by\t\n")
+                    terminal.wait_for(b"t")  # the answer
+                terminal.wait_for(b"> ")
+                terminal.press(b"/by\t\n")
                 assert process.wait(20) == 0, "the word was completed"
-            os.close(inside)
-            os.close(terminal)
             asked += [request.messages.messages[-1].content for request in server.inference.requests]
     assert asked == (["Hi there", "Hi there"] if keeps_history else ["Hi there"])
     file = tmp_path / "octavo" / "chat_history"
     assert file.exists() == keeps_history
     if keeps_history:
         assert stat.S_IMODE(file.stat().st_mode) == 0o600, "what people ask is theirs"
-
-
-def _wait_for(terminal: int, text: bytes) -> None:
-    shown = b""
-    while text not in shown:
-        readable, _, _ = select.select([terminal], [], [], 30)
-        assert readable, f"{text!r} does not come after {shown!r}"
-        shown += os.read(terminal, 4096)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -27,6 +25,7 @@ from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
 from tests.integration.fake_inference import FakeServer, expected_tokens, text_of
 from tests.processes import started
+from tests.terminal import Terminal
 
 ROOT = Path(__file__).parents[2]
 NOWHERE = "127.0.0.1:1"
@@ -294,34 +293,19 @@ def test_a_conversation_goes_on_after_a_refusal(
 
 def test_ctrl_c_cuts_an_answer_short_and_ctrl_d_leaves(server: FakeServer) -> None:
     server.inference.token_delay_s = 0.02
-    terminal, inside = pty.openpty()
-    shown = b""
-
-    def wait_for(text: bytes) -> None:
-        """Keys count only once the program waits for them: a terminal changes its mode around each input."""
-        nonlocal shown
-        while text not in shown:
-            readable, _, _ = select.select([terminal], [], [], 30)
-            assert readable, f"{text!r} does not come after {shown!r}"
-            shown += os.read(terminal, 4096)
-        shown = shown.partition(text)[2]
-
-    with octavo(
-        "chat", "--address", server.address, "--seed", "1", "--max-tokens", "500", stdin=inside, stdout=inside
-    ) as process:
-        wait_for(b"> ")
-        os.write(terminal, b"Hi\n")
-        wait_for(text_of(expected_tokens(1, 0, 3)).encode())
+    flags = ["--address", server.address, "--seed", "1", "--max-tokens", "500"]
+    with Terminal() as terminal, octavo("chat", *flags, stdin=terminal.inside, stdout=terminal.inside) as process:
+        terminal.wait_for(b"> ")
+        terminal.press(b"Hi\n")
+        terminal.wait_for(text_of(expected_tokens(1, 0, 3)).encode())
         process.send_signal(signal.SIGINT)
-        wait_for(b"> ")
+        terminal.wait_for(b"> ")
         assert server.inference.cancelled.wait(20)
         server.inference.token_delay_s = 0.0
-        os.write(terminal, b"Again\n")
-        wait_for(b"> ")
-        os.write(terminal, b"\x04")
-        _, err = process.communicate(timeout=10)
-    os.close(inside)
-    os.close(terminal)
+        terminal.press(b"Again\n")
+        terminal.wait_for(b"> ")
+        terminal.press(b"\x04")
+        _, err = process.communicate(timeout=20)
     assert process.returncode == 0
     assert "Traceback" not in err
     question, cut_short, again = server.inference.requests[1].messages.messages

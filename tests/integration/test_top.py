@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
-import select
 import sys
 import termios
 import threading
@@ -27,6 +25,7 @@ from protos import inference_pb2_grpc as pb_grpc
 from tests.fakes import FakeWorker, say_forever, spell
 from tests.integration.scheduler_process import Service, scheduler
 from tests.processes import started
+from tests.terminal import Terminal
 
 ROOT = Path(__file__).parents[2]
 
@@ -213,29 +212,17 @@ def test_what_the_tables_say_of_requests() -> None:
 
 @pytest.mark.usefixtures("running")
 def test_at_a_terminal_it_draws_until_q_and_leaves_the_terminal_as_it_was(service: Service) -> None:
-    terminal, inside = pty.openpty()
-    before, shown = termios.tcgetattr(inside), b""
-
-    def wait_for(text: bytes) -> None:
-        nonlocal shown
-        while text not in shown:
-            readable, _, _ = select.select([terminal], [], [], 30)
-            assert readable, f"{text!r} does not come after {shown[-2000:]!r}"
-            shown += os.read(terminal, 65536)
-
     environ = {**os.environ, "TERM": "xterm", "COLUMNS": "200", "LINES": "40"}
     command = [sys.executable, "-m", "octavo", "top", "--interval=0.05", "--address", service.address]
-    with started(command, cwd=ROOT, env=environ, stdin=inside, stdout=inside, stderr=inside) as process:
-        wait_for(b"the-long-one")
-        os.write(terminal, b"r")  # hides requests
-        shown = b""
-        wait_for(b"steps/s")
-        while b"the-long-one" in shown:  # the picture that was being drawn
-            shown = b""
-            wait_for(b"steps/s")
-        os.write(terminal, b"q")
-        wait_for(b"\x1b[?1049l")  # back from the screen of its own
-        assert process.wait(20) == 0
-    assert termios.tcgetattr(inside) == before
-    os.close(inside)
-    os.close(terminal)
+    with Terminal() as terminal:
+        inside = terminal.inside
+        before = termios.tcgetattr(inside)
+        with started(command, cwd=ROOT, env=environ, stdin=inside, stdout=inside, stderr=inside) as process:
+            terminal.wait_for(b"the-long-one")
+            terminal.press(b"r")  # hides requests
+            while b"the-long-one" in terminal.wait_for(b"steps/s"):  # a picture that was being drawn
+                pass
+            terminal.press(b"q")
+            terminal.wait_for(b"\x1b[?1049l")  # back from the screen of its own
+            assert process.wait(20) == 0
+        assert termios.tcgetattr(inside) == before

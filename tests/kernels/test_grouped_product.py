@@ -8,21 +8,21 @@ import torch
 from kernels.gpu.operations import grouped_quantized_matmul
 from kernels.gpu.quantized.packed_codes import PackedCodes, pack_codes, stacked
 from kernels.oracles import reference
+from kernels.quantized_weight import QuantizedWeight
 from tests.kernels.device import DEVICE
 from tests.kernels.quantized_formats import FORMATS, Format, exact_weight
 from tests.kernels.rows import DTYPES, gaps_are_untouched, normal, poisoned, strided
+from tests.kernels.test_packed_product import bound
 
 BY_NAME = {form.name: form for form in FORMATS}
-# Of the terms' size: rounding to the type, and the order of sums.
-TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 
 
-def experts(form: Format, count: int, num_outputs: int, size: int) -> tuple[PackedCodes, torch.Tensor]:
-    """Packed, and f64[experts, outputs, inputs]."""
+def experts(form: Format, count: int, num_outputs: int, size: int) -> tuple[PackedCodes, list[QuantizedWeight]]:
+    """Packed, and one by one."""
     weights = [form.weight(num_outputs, size, seed) for seed in range(count)]
     packed = [pack_codes(weight) for weight in weights]
-    return stacked([one for one in packed if one is not None]), torch.stack([exact_weight(one) for one in weights])
+    return stacked([one for one in packed if one is not None]), weights
 
 
 def starts_of(counts: list[int]) -> torch.Tensor:
@@ -36,16 +36,19 @@ def test_products(name: str, dtype: torch.dtype, counts: list[int], has_rows: bo
     """Tiles of 32 rows and of 16, experts without rows, outputs and inputs that no tile divides, with a bias or not."""
     num_rows, num_outputs, size = sum(counts), 70, 300
     num_tokens = num_rows // 3 + 1 if has_rows else num_rows
-    packed, exact_weights = experts(BY_NAME[name], len(counts), num_outputs, size)
+    packed, weights = experts(BY_NAME[name], len(counts), num_outputs, size)
     x = strided(normal(num_tokens, size, dtype=dtype))
     rows = (torch.arange(num_rows, device=DEVICE) * 7) % num_tokens if has_rows else None
     out = poisoned(num_rows, num_outputs, dtype=dtype)
     exact = torch.empty(num_rows, num_outputs, dtype=torch.float64, device=DEVICE)
     bias = normal(len(counts), num_outputs, dtype=dtype, seed=2) if has_rows else None
     grouped_quantized_matmul(out, x, packed, starts_of(counts), rows, bias)
+    exact_weights = torch.stack([exact_weight(weight) for weight in weights])
     exact_bias = None if bias is None else bias.double()
     reference.grouped_matmul(exact, x.double(), exact_weights, starts_of(counts), rows, exact_bias)
-    torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    of_rows = (x if rows is None else x[rows]).split(counts)
+    bounds = [bound(*each, dtype) for each in zip(of_rows, weights, exact.split(counts), strict=True)]
+    assert bool(((out.double() - exact).abs() <= torch.cat(bounds)).all())
     assert gaps_are_untouched(out)
 
 

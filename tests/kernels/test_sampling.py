@@ -7,6 +7,7 @@ says for a number, or a `top_p`, that differs from the given one by no more than
 from __future__ import annotations
 
 import math
+import os
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from scipy import stats
 
 from kernels import cpu
+from kernels.cpu.library import library
 from kernels.gpu import operations as gpu
 from kernels.oracles import reference
 from kernels.oracles.reference import CHUNK_SIZE
@@ -390,6 +392,16 @@ def test_top_logits_in_order_ties_by_token_id(implementation: tuple[ModuleType, 
     token_ids, values = run(kernels.top_logits, device, out, *inputs)
     assert torch.equal(token_ids, expected[0])
     torch.testing.assert_close(values, expected[1], rtol=0, atol=0, equal_nan=True)
+
+
+def test_no_top_logits_are_had_without_a_look_at_any() -> None:
+    """In a child: it would end where it reads."""
+    of_zero = [0] * 5 + [2, 0, 1000, 1]  # nothing is where the addresses say; two samples
+    library().top_logits(*of_zero[:5], 0, *of_zero[6:])  # loaded, and right for none
+    if (child := os.fork()) == 0:
+        library().top_logits(*of_zero)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -26,14 +26,14 @@ from worker_svc.cache.cache_sizing import Limits
 from worker_svc.config import WorkerConfig
 from worker_svc.host.device_memory import HostMemory
 from worker_svc.models.cache_scales.cache_scales import CacheScales, calibrated_path
-from worker_svc.models.cache_scales.checkpoint_scales import numbers_of, scales_of_checkpoint
+from worker_svc.models.cache_scales.checkpoint_scales import is_cache_scale, numbers_of, scales_of_checkpoint
 from worker_svc.models.cache_scales.found_scales import find_scales
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.loader import load_model
 from worker_svc.models.parts import ModelPart
 from worker_svc.parallel.ranks import Ranks
-from worker_svc.parallel.stages import Stages
+from worker_svc.parallel.stages import OnlyStage, Stages
 from worker_svc.service.worker_service import WorkerService
 from worker_svc.steps.model_runner import ModelRunner
 from worker_svc.steps.profile import Profiler
@@ -204,6 +204,18 @@ def test_one_scale_may_be_for_both_and_those_that_lack_are_1(folder: Path, tmp_p
     assert numbers_of([0, 3, 4, 5, 9, 10]) == "0, 3-5, 9-10"
 
 
+def test_scales_of_a_tower_beside_the_model_are_not_the_models(folder: Path, tmp_path: Path) -> None:
+    towers = ["vision_tower.vision_model.encoder.layers", "model.visual.blocks", "audio_tower.layers"]
+    of_towers = {f"{tower}.1.self_attn.{part}_scale": torch.tensor(5.0) for tower in towers for part in ("k", "v", "q")}
+    assert not any(map(is_cache_scale, of_towers))
+    own = {f"model.language_model.layers.{layer}.self_attn.kv_scale": torch.tensor(2.0) for layer in range(LAYERS)}
+    scaled = with_tensors(folder, tmp_path / "model", of_towers | own)
+    found = scales_of_checkpoint(scaled, "auto", LAYERS, HEADS)
+    assert found == (CacheScales(((2.0,) * HEADS,) * LAYERS, ((2.0,) * HEADS,) * LAYERS), [])
+    alone = with_tensors(folder, tmp_path / "alone", of_towers)
+    assert scales_of_checkpoint(alone, "auto", LAYERS, HEADS) is None
+
+
 def test_what_is_no_scale_of_this_cache_is_refused(folder: Path, tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.k_scale"
     for number, (tensor, why) in enumerate(
@@ -269,11 +281,28 @@ class Writing(FakeModel):
 )
 def test_a_first_step_tells_which_layers_are_cut(scale: float, key: float, said: tuple[str, str | None] | None) -> None:
     config = replace(fake_config(), cache_scales=CacheScales(((scale,),), ((1.0,),)))
-    runner = ModelRunner(Writing(config, key), config, 4, cache_dtype=torch.float8_e4m3fn)
     with capture_logs() as lines:
-        Profiler(runner, HostMemory()).measure(Limits(2, 16, 64))
+        Profiler(_runner(config, key), HostMemory()).measure(Limits(2, 16, 64))
     warnings = [(line["event"], line.get("layers")) for line in lines if line["log_level"] == "warning"]
     assert warnings == ([said] if said else [])
+
+
+def test_layers_have_their_numbers_in_the_model_at_every_stage(folder: Path) -> None:
+    whole = replace(ModelConfig.from_folder(folder), cache_scales=CacheScales.ones(LAYERS, HEADS))
+
+    class Last(OnlyStage):
+        stage, count = 1, 2
+
+    own = ModelPart.of(whole, stages=Last()).own
+    config = replace(fake_config(), cache_scales=whole.cache_scales, first_layer=own.first_layer)
+    with capture_logs() as lines:
+        Profiler(_runner(config, key=448.0), HostMemory()).measure(Limits(2, 16, 64))
+    assert own.first_layer == 2 == LAYERS - own.num_layers
+    assert [line["layers"] for line in lines if line["log_level"] == "warning"] == ["2"]
+
+
+def _runner(config: ModelConfig, key: float) -> ModelRunner:
+    return ModelRunner(Writing(config, key), config, 4, cache_dtype=torch.float8_e4m3fn)
 
 
 def test_workers_with_other_scales_serve_another_model() -> None:

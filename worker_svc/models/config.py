@@ -57,6 +57,7 @@ class ModelConfig:
     weights_format: CheckpointFormat | None = None  # how the checkpoint is quantised; None: not, or as a GGUF file is
     is_batch_invariant: bool = False  # whether a row's products must have the same bits in any batch
     cache_scales: CacheScales | None = None  # of a cache of eight bits; None: it has more
+    first_layer: int = 0  # the number in the model of the first of the layers; of a stage that has some of them
 
     @property
     def gathered_size(self) -> int:

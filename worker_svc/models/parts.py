@@ -71,7 +71,8 @@ class ModelPart:
         ranks, stages = ranks or OnlyRank(), stages or OnlyStage()
         if stages.count > 1:
             _check_stages(config, stages.count)
-        whole, config = config, replace(config, num_layers=len(layers_of(stages, config.num_layers)))
+        layers = layers_of(stages, config.num_layers)
+        whole, config = config, replace(config, num_layers=len(layers), first_layer=layers.start)
         if ranks.size == 1:
             return cls(whole, config, ranks, stages, False)
         _check(config, ranks.size, is_expert_parallel)

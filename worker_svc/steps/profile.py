@@ -71,8 +71,9 @@ class Profiler:
             few = -(-num_tokens // longest)
             self._measure(few, num_tokens, is_plain=True)
             _, seconds = self._measure(few, num_tokens, is_plain=True)
-        if (scales := self._runner.config.cache_scales) is not None:
-            warn_of_cuts(scales, self._runner.cache.store)
+        config = self._runner.config
+        if config.cache_scales is not None:
+            warn_of_cuts(config.cache_scales, self._runner.cache.store, config.first_layer)
         self._runner.release_cache()
         return Profile(num_tokens, num_bytes, is_whole, num_tokens / seconds)
 

@@ -52,6 +52,7 @@ EXPORT void octavo_token_logprobs(float *logprobs, i64 *ranks, float *log_sums, 
 // k-th largest of the chunks' maxima bounds the k-th largest logit from below: only what reaches it is sorted.
 EXPORT void octavo_top_logits(i64 *token_ids, float *values, const float *logits, const float *maxima, const i64 *rows,
                               i64 num_samples, i64 k, i64 vocab_size, i64 threads) {
+    if (!k) return;  // the 0th largest of all chunks is none of them
     i64 num_chunks = chunks_of(vocab_size);
     for_each_row(num_samples, vocab_size, threads, [&](i64 n) {
         Row row = {logits + rows[n] * vocab_size, vocab_size, maxima + rows[n] * num_chunks, 0};

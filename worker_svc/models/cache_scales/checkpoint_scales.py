@@ -4,7 +4,8 @@
     LAYER.self_attn.k_proj.output_scale, v_proj likewise     of older files
     LAYER.self_attn.kv_scale                                 one for both
 
-LAYER ends with its number. A scale is one number, or one for each key/value head.
+LAYER ends with its number. A scale is one number, or one for each key/value head. Towers that read pictures or sounds
+beside the model have layers of the same names; their scales are of no cache here.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from worker_svc.models.raw_config import RawConfig
 from worker_svc.models.stored_tensor import StoredTensor
 
 # In the order in which they are preferred; the number of the layer, and whose they are.
+_LAYER = r"(?!.*(?:vision|visual|image|audio))(?:.*\.)?(\d+)\."
 _NAMES = [
-    re.compile(r"(?:.*\.)?(\d+)\.(?:\w+\.)*([kv])_scale"),
-    re.compile(r"(?:.*\.)?(\d+)\.(?:\w+\.)*([kv])_proj\.output_scale"),
-    re.compile(r"(?:.*\.)?(\d+)\.(?:\w+\.)*(kv)_scale"),
+    re.compile(_LAYER + r"(?:\w+\.)*([kv])_scale"),
+    re.compile(_LAYER + r"(?:\w+\.)*([kv])_proj\.output_scale"),
+    re.compile(_LAYER + r"(?:\w+\.)*(kv)_scale"),
 ]
-_OF_QUERIES = re.compile(r"(?:.*\.)?\d+\.(?:\w+\.)*(?:q_scale|prob_scale|q_proj\.output_scale)")
+_OF_QUERIES = re.compile(_LAYER + r"(?:\w+\.)*(?:q_scale|prob_scale|q_proj\.output_scale)")
 
 
 def is_cache_scale(name: str) -> bool:

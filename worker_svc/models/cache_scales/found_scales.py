@@ -39,11 +39,12 @@ def find_scales(folder: Path, config: ModelConfig, load_format: str, given: Path
     return scales
 
 
-def warn_of_cuts(scales: CacheScales, store: torch.Tensor) -> None:
+def warn_of_cuts(scales: CacheScales, store: torch.Tensor, first_layer: int = 0) -> None:
     """Says which layers have keys or values at the end of what eight bits can tell, or that others may have them, where
-    there are no scales. `store` float8_e4m3fn[layers, ...] holds those of any tokens."""
+    there are no scales. `store` float8_e4m3fn[layers, ...] holds those of any tokens, from `first_layer` of the model
+    on."""
     is_cut = (store.view(torch.uint8) & 0x7F).flatten(1).amax(dim=1) >= _LARGEST_CODE
-    cut = is_cut.nonzero().flatten().tolist()
+    cut = (first_layer + is_cut.nonzero().flatten()).tolist()
     of = "the cache of 8 bits, which has no scales" if scales.is_plain else "the cache of 8 bits"
     if cut:
         log.warning(f"keys or values are cut in {of}", layers=numbers_of(cut), hint=_HINT)
