@@ -19,6 +19,7 @@ import argparse
 import json
 import mmap
 import multiprocessing
+import os
 import statistics
 import sys
 import tempfile
@@ -31,10 +32,12 @@ from unittest import mock
 
 import torch
 
+from benchmarks import token_bytes
 from benchmarks.step_profile import decode_step
 from kernels.cpu.library import library
 from octavo.bench import machine
 from octavo.models.resolve import resolve_model
+from octavo.serving_plan import waiting_threads
 from octavo.shared.cores import allowed_cores
 from worker_svc.cache.cache_engine import CacheEngine
 from worker_svc.host import huge_pages
@@ -114,8 +117,8 @@ def by_turns(ways: dict[str, Callable[[], Any]], passes: int, before: Callable[[
 def bound(name: str, dtype: str, quantization: str, passes: int) -> Any:
     """A pass of one sequence, and the bytes of its weights at the bandwidth that was measured just before it."""
     model = load(name, dtype, quantization)
-    assert isinstance(model, Decoder) and model.head is not None
-    num_bytes = model.head.weight_bytes + sum(layer.weights_bytes for layer in model.layers)
+    assert isinstance(model, Decoder)
+    num_bytes = token_bytes.of_decoder(model)
     step, threads = decode_step(model, 1, _SEQ_LEN), torch.get_num_threads()
     numbers = huge_pages.untouched_bytes(_READ_BYTES).fill_(1)
     place = numbers.data_ptr(), numbers.nbytes, threads
@@ -219,6 +222,9 @@ def main() -> int:
     parser.add_argument("--only-bound", action="store_true", help="leave the settings out")
     parser.add_argument("--save", action="store_true", help="keep the figures in benchmarks/results")
     arguments = parser.parse_args()
+    if waiting := waiting_threads():  # OpenMP has read its variables: once more, with those that a worker is given
+        command = [sys.executable, "-m", "benchmarks.cpu_settings", *sys.argv[1:]]
+        os.execve(sys.executable, command, os.environ | waiting)
     torch.set_num_threads(len(allowed_cores()))
     figures: dict[str, Any] = {}
 

@@ -13,7 +13,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gateway, peer_figures, product_speed, step_profile, thread_settings, tracing
+from benchmarks import gateway, peer_figures, product_speed, step_parts, step_profile, thread_settings, tracing
+from benchmarks.instruction_sets import SETS
 from benchmarks.readme_figures import report as workloads_report
 from octavo.bench import picture
 from octavo.bench.figures import Figures
@@ -28,6 +29,7 @@ MODELS = {
     "qwen3-0.6b": "Qwen3-0.6B's size",
     "llama-3.2-1b": "Llama-3.2-1B's size",
 }
+NOT_MEASURED = "Not measured yet."
 ENGINE_NAMES = {"octavo": "Octavo", "openvino": "OpenVINO GenAI", "vllm": "vLLM", "llamacpp": "llama.cpp"}
 
 
@@ -44,6 +46,7 @@ def blocks() -> dict[str, str]:
         "workloads": _workloads(),
         "peers": "\n\n".join(_peers(model) for model in MODELS),
         "peers-ratios": _peers_ratios(),
+        "peers-limited": _peers_limited(),
         "recovery": _recovery(),
         "slow-network": _slow_network(),
         "step-costs": _step_costs(),
@@ -55,6 +58,7 @@ def blocks() -> dict[str, str]:
         "quantization-quality": _quantization_quality(),
         "fp8-cache-quality": _fp8_cache_quality(),
         "step-profile": _step_profile(),
+        "step-parts": _step_parts(),
         "product-speed": product_speed.report(newest("product-speed")),
         "busy-neighbour": _busy_neighbour(),
         "tracing-cost": _tracing_cost(),
@@ -94,10 +98,24 @@ def _speeds(results: dict[str, Any], engine: str) -> list[float]:
 
 
 def _peers(model: str) -> str:
-    results = newest(f"peers-{model}")
+    return _peers_table(MODELS[model], newest(f"peers-{model}"))
+
+
+def _peers_limited() -> str:
+    """Of each set of instructions that was measured."""
+    tables = [
+        _peers_table(f"{MODELS[model]}, limited to {name}", newest(f"peers-{name}-{model}"))
+        for name in SETS
+        for model in MODELS
+        if any(RESULTS.glob(f"????-??-??-peers-{name}-{model}-*.json"))
+    ]
+    return "\n\n".join(tables) or NOT_MEASURED
+
+
+def _peers_table(about: str, results: dict[str, Any]) -> str:
     table, _, ratios = peer_figures.report(results).partition("\n\n")
     machine = results["machine"]
-    about = f"{MODELS[model]}, {results['date'][:10]}, {machine['cores']} cores of {machine['cpu']}"
+    about += f", {results['date'][:10]}, {machine['cores']} cores of {machine['cpu']}"
     about += f" ({machine['instructions']}):"
     return "\n".join([about, "", table, "", *(f"- {line}" for line in ratios.splitlines())])
 
@@ -241,7 +259,18 @@ def _fp8_cache_quality() -> str:
 
 
 def _step_profile() -> str:
-    return "\n\n".join(step_profile.report(result) for result in newest("step-profile").values())
+    results = newest("step-profile")
+    return "\n\n".join(step_profile.report(results[f"smollm2-135m-instruct {type_}"]) for type_ in ("float32", "int8"))
+
+
+def _step_parts() -> str:
+    results = [result for result in newest("step-profile").values() if step_parts.is_in(result)]
+    if not results:
+        return NOT_MEASURED
+    facts = results[0]["machine"]
+    empty_us = statistics.median(result["empty_phase_us"] for result in results)
+    about = f"{facts['cpu']}, {facts['cores']} cores, {results[0]['date']}; an empty phase takes {empty_us:.2f} µs:"
+    return f"{about}\n\n{step_parts.table(results)}"
 
 
 def _busy_neighbour() -> str:

@@ -4,7 +4,8 @@ One forward pass of a loaded model, without scheduler or gRPC. N sequences of th
 their cache blocks lie scattered. Each operator is timed by itself and set beside its limit: the longer of reading its
 bytes at the machine's bandwidth and computing its products at the machine's speed, both measured in the same run. A
 worker runs all layers in one compiled call, with the same results; that pass is timed as well ("as served"). Times are
-medians over passes, limits the best of some rounds.
+medians over passes, limits the best of some rounds. With one sequence, `benchmarks.step_parts` adds what the served
+pass and a whole step consist of.
 
 `--save` keeps the figures in benchmarks/results/; docs/cpu-performance.md shows them.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import statistics
@@ -27,7 +29,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks import machine_limits
+from benchmarks import machine_limits, step_parts, token_bytes
 from benchmarks.machine_limits import Limits
 from kernels import cpu
 from octavo.bench import machine
@@ -37,6 +39,7 @@ from octavo.shared.cores import available_cores
 from worker_svc.cache.cache_engine import CacheEngine
 from worker_svc.models.attention import AttentionMetadata
 from worker_svc.models.config import ModelConfig
+from worker_svc.models.decoder import Decoder
 from worker_svc.models.float_linear import FloatLinear
 from worker_svc.models.fused_layers import FusedLayers
 from worker_svc.models.int4_linear import Int4Linear
@@ -47,6 +50,12 @@ from worker_svc.models.packed_linear import PackedLinear
 RESULTS = Path(__file__).parent / "results"
 _BLOCK_SIZE = 16
 _WARM_UP = 3
+# Of weights, as options of a model.
+TYPES = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    **{name: {"quantization": name} for name in ("int8", "int4", "int4-128")},
+}
 
 
 @dataclasses.dataclass
@@ -71,6 +80,7 @@ class Profiler:
         self.operators: dict[str, Operator] = {}
         self.passes: list[float] = []  # seconds of each, all operators and what lies between them
         self.served: list[float] = []  # of passes as a worker computes them
+        self.parts: step_parts.PassParts | None = None  # of such a pass, of one sequence
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -145,10 +155,10 @@ def _attention_costs(
     return num_bytes, 4 * num_keys * query.shape[1] * head_size
 
 
-def profile(model_name: str, quantization: str, num_sequences: int, seq_len: int, num_passes: int) -> Profiler:
-    """Passes of a decode step, each sequence `seq_len` tokens long with its new one; quantization: "" or "int8"."""
-    profiler, folder = Profiler(), resolve_model(model_name)
-    config = ModelConfig.from_folder(folder, "float32", quantization=quantization)
+def profile(model_name: str, type_: str, num_sequences: int, seq_len: int, num_passes: int) -> Profiler:
+    """Passes of a decode step, each sequence `seq_len` tokens long with its new one; type: a name of `TYPES`."""
+    profiler, folder, options = Profiler(), resolve_model(model_name), TYPES[type_]
+    config = ModelConfig.from_folder(folder, options.get("dtype", "auto"), quantization=options.get("quantization", ""))
     with profiler.active():
         model = load_model(folder, config, "cpu")
         for number in range(_WARM_UP + num_passes):
@@ -158,12 +168,16 @@ def profile(model_name: str, quantization: str, num_sequences: int, seq_len: int
                 profiler.forget()
             with profiler.one_pass():
                 model.forward(*step)
+    del model
     model = load_model(folder, config, "cpu")
     for number in range(_WARM_UP + num_passes):
         started = time.perf_counter()
         model.forward(*step)
         if number >= _WARM_UP:
             profiler.served.append(time.perf_counter() - started)
+    if num_sequences == 1 and isinstance(model, Decoder):
+        run = functools.partial(model.forward, *step)
+        profiler.parts = step_parts.of_pass(run, token_bytes.of_decoder(model), torch.get_num_threads(), 5 * num_passes)
     return profiler
 
 
@@ -201,7 +215,9 @@ def figures(profiler: Profiler, limits: Limits) -> dict[str, Any]:
         for name, operator in profiler.operators.items()
     ]
     products = [operator for operator in profiler.operators.values() if operator.float32_bytes]
+    parts = {} if profiler.parts is None else {"parts": dataclasses.asdict(profiler.parts)}
     return {
+        **parts,
         "operators": sorted(operators, key=lambda row: -row["ms"]),
         "pass_ms": statistics.median(profiler.passes) * 1e3,
         "served_ms": statistics.median(profiler.served) * 1e3,
@@ -226,11 +242,12 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def title(count: str, seq_len: int, quantization: str, found: dict[str, Any]) -> str:
-    """What stands above a table; quantization: none or int8."""
+def title(count: str, seq_len: int, type_: str, found: dict[str, Any]) -> str:
+    """What stands above a table; type: a name of `TYPES`."""
     sequences = "1 sequence" if count == "1" else f"{count} sequences"
     weights = f"{found['weights_mb']:.0f} MB of weights are read, {found['weights_as_float32_mb']:.0f} MB as float32"
-    return f"{sequences} of {seq_len} tokens, `--quantization {quantization}` ({weights}):"
+    option = "--dtype" if "dtype" in TYPES[type_] else "--quantization"
+    return f"{sequences} of {seq_len} tokens, `{option} {type_}` ({weights}):"
 
 
 def machine_line(date: str, facts: dict[str, Any], limits: dict[str, Any]) -> str:
@@ -242,10 +259,11 @@ def machine_line(date: str, facts: dict[str, Any], limits: dict[str, Any]) -> st
 
 
 def keep(result: dict[str, Any]) -> Path:
-    """Writes into today's file of this machine, beside what it has of the other quantisation."""
+    """Writes into today's file of this machine, beside what it has of other models and types."""
     path = RESULTS / f"{time.strftime('%Y-%m-%d')}-step-profile-{machine.slug(result['machine'])}.json"
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    path.write_text(json.dumps({**known, result["quantization"]: result}, indent=1) + "\n", encoding="utf-8")
+    known[f"{Path(result['model']).name} {result['type']}"] = result
+    path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     return path
 
 
@@ -253,7 +271,7 @@ def main() -> int:
     """Prints the operators of a pass beside their limits, as a table or JSON."""
     parser = argparse.ArgumentParser(description="Profiles a decode step, operator by operator, against the limits.")
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--quantization", choices=["none", "int8", "int4", "int4-128"], default="none")
+    parser.add_argument("--types", nargs="+", choices=tuple(TYPES), default=["float32"], help="of weights")
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 32], help="W1 has 1, W2 up to 32")
     parser.add_argument("--seq-len", type=int, default=200, help="tokens of each sequence (default: %(default)s)")
@@ -264,34 +282,36 @@ def main() -> int:
     if waiting := waiting_threads():  # OpenMP has read its variables: once more, with those that a worker is given
         command = [sys.executable, "-m", "benchmarks.step_profile", *sys.argv[1:]]
         os.execve(sys.executable, command, os.environ | waiting)
-    facts, limits = machine.describe(), machine_limits.measure(arguments.threads)
-    quantization = "" if arguments.quantization == "none" else arguments.quantization
-    result = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": facts,
-        "model": arguments.model,
-        "quantization": arguments.quantization,
-        "seq_len": arguments.seq_len,
-        "limits": dataclasses.asdict(limits),
-        "sequences": {
-            str(count): figures(
-                profile(arguments.model, quantization, count, arguments.seq_len, arguments.passes), limits
-            )
-            for count in arguments.sequences
-        },
-    }
-    print(json.dumps(result, indent=1) if arguments.json else report(result))
-    if arguments.save:
-        print(f"kept in {keep(result)}", file=sys.stderr)
+    facts = machine.describe()
+    for type_ in arguments.types:
+        step = step_parts.of_step(resolve_model(arguments.model), TYPES[type_])
+        limits = machine_limits.measure(arguments.threads)
+        result = {
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": facts,
+            "model": arguments.model,
+            "type": type_,
+            "seq_len": arguments.seq_len,
+            "limits": dataclasses.asdict(limits),
+            "empty_phase_us": step_parts.empty_phase_us(arguments.threads),
+            "step": step,
+            "sequences": {
+                str(count): figures(profile(arguments.model, type_, count, arguments.seq_len, arguments.passes), limits)
+                for count in arguments.sequences
+            },
+        }
+        print(json.dumps(result, indent=1) if arguments.json else report(result))
+        if arguments.save:
+            print(f"kept in {keep(result)}", file=sys.stderr)
     return 0
 
 
 def report(result: dict[str, Any]) -> str:
-    """Markdown of one run: the machine, then a table for each number of sequences."""
+    """Markdown of one run: the machine, a table for each number of sequences, and what a step consists of."""
     parts = [machine_line(result["date"], result["machine"], result["limits"])]
     for count, found in result["sequences"].items():
-        parts += [title(count, result["seq_len"], result["quantization"], found), table(found)]
-    return "\n\n".join(parts)
+        parts += [title(count, result["seq_len"], result["type"], found), table(found)]
+    return "\n\n".join([*parts, step_parts.table([result])] if step_parts.is_in(result) else parts)
 
 
 if __name__ == "__main__":

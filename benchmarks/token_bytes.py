@@ -15,6 +15,11 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from worker_svc.models.config import ModelConfig
+from worker_svc.models.decoder import Decoder
+from worker_svc.models.gguf_folder import model_folder
+from worker_svc.models.loader import load_model
+
 
 def of_checkpoint(folder: Path, bytes_a_number: int) -> int:
     """All numbers of the weights in `folder`, whose head is its embedding or a matrix of its own."""
@@ -37,13 +42,14 @@ def of_octavo(model: Path, options: list[str], variables: dict[str, str]) -> int
     return int(done.stdout.split()[-1])
 
 
+def of_decoder(model: Decoder) -> int:
+    """Of its layers and its head."""
+    assert model.head is not None
+    return model.head.weight_bytes + sum(layer.weights_bytes for layer in model.layers)
+
+
 def main() -> int:
     """Prints the bytes of layers and head."""
-    from worker_svc.models.config import ModelConfig
-    from worker_svc.models.decoder import Decoder
-    from worker_svc.models.gguf_folder import model_folder
-    from worker_svc.models.loader import load_model
-
     parser = argparse.ArgumentParser(description="Counts the bytes of weights that a token of one request reads.")
     parser.add_argument("model", type=Path)
     parser.add_argument("options", nargs="*", metavar="NAME=VALUE", help="dtype, quantization; others change nothing")
@@ -54,9 +60,9 @@ def main() -> int:
             folder, options.get("dtype", "auto"), quantization=options.get("quantization", "")
         )
         model = load_model(folder, config, "cpu")
-    if not isinstance(model, Decoder) or model.head is None:
+    if not isinstance(model, Decoder):
         raise SystemExit(f"{arguments.model}: layers that transformers computes are not counted")
-    print(model.head.weight_bytes + sum(layer.weights_bytes for layer in model.layers))
+    print(of_decoder(model))
     return 0
 
 

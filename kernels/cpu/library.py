@@ -47,6 +47,7 @@ _DECLARED = {
     "octavo_token_logprobs": (None, [*[_PLACE] * 7, *[_I64] * 3]),
     "octavo_top_logits": (None, [*[_PLACE] * 5, *[_I64] * 4]),
     "octavo_begin_tiles": (_I64, []),
+    "octavo_time_work": (None, [_PLACE]),
     "octavo_count_phases": (_I64, [_PLACE, *[_I64] * 5]),
     "octavo_read_memory": (_FLOAT, [_PLACE, _I64, _I64, _I64]),
 }

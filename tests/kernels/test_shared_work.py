@@ -17,6 +17,8 @@ import torch
 
 from kernels import cpu
 from kernels.cpu.library import library
+from kernels.cpu.products.matmul import matmul
+from kernels.cpu.products.packed_weight import pack
 from kernels.int8_weight import pack_int8, quantize_int8
 
 PHASES = 7
@@ -52,6 +54,23 @@ def test_a_helper_that_comes_late_takes_no_part_twice() -> None:
     ones = torch.ones(3 << 18)  # three pieces of 1 MB
     read = library().read_memory
     assert {read(ones.data_ptr(), ones.nbytes, 3, 0) for _ in range(300)} == {float(3 << 18)}
+
+
+def test_threads_say_what_they_spend_their_time_on() -> None:
+    spent = torch.zeros(5, dtype=torch.int64)  # `Work` of native/threads.h
+    x, weight = torch.ones(1, 64), pack(torch.ones(96, 64))
+    library().time_work(spent.data_ptr())
+    try:
+        count(1, 17)
+        rows, products, attention, waiting, phases = spent.tolist()
+        assert rows > 0 and products == attention == 0 and waiting >= 0 and phases == PHASES
+        matmul(torch.empty(1, 96), x, weight)
+        assert spent[1] > 0 and spent[0] == rows, "a product is no work on rows"
+    finally:
+        library().time_work(None)
+    before = spent.clone()
+    count(2, 17)
+    assert torch.equal(spent, before), "nobody asks"
 
 
 def test_a_forked_process_has_helpers_of_its_own() -> None:

@@ -52,7 +52,9 @@ struct Pass {
     Pass(Team &team, const Step &step) : team(team), step(step), bytes(element_bytes(step.element)) {}
 
     void multiply_rows(const Product &product, char *out, const char *x, i64 rows) {
+        team.work = ON_PRODUCTS;
         multiply(team, product, step.element, out, product.num_out, x, product.num_in, rows, step.workspace);
+        team.work = ON_ROWS;
     }
 
     Norm norm_of(const void *weight, i64 size) const {
@@ -170,7 +172,9 @@ EXPORT void octavo_run_layers(const Layer *layers, i64 num_layers, const Step *s
             if (i == num_layers) break;
             pass.before_attention(layers[i]);
             const Tiles &tiles = kinds[kind_of(kinds, num_kinds, layers[i].window)];
+            team.work = ON_ATTENTION;
             attend(team, pass.attention_of(layers[i]), tiles.tiles, tiles.count, parts);
+            team.work = ON_ROWS;
         }
     });
 }

@@ -130,6 +130,8 @@ EXPORT void octavo_multiply(const Product *product, i64 element, void *out, i64 
                             i64 rows, i64 threads) {
     char *workspace = (char *)scratch(OF_CALL, workspace_bytes(*product, element, rows));
     threads = smaller(threads, (product->num_out + PANEL - 1) / PANEL);
-    in_parallel(threads, PHASES_OF_PRODUCT,
-                [&](Team &team) { multiply(team, *product, element, out, out_stride, x, x_stride, rows, workspace); });
+    in_parallel(threads, PHASES_OF_PRODUCT, [&](Team &team) {
+        team.work = ON_PRODUCTS;
+        multiply(team, *product, element, out, out_stride, x, x_stride, rows, workspace);
+    });
 }

@@ -16,6 +16,7 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 namespace {
@@ -37,6 +38,16 @@ struct {
     i64 counters_bytes;
     int threads, phases;
 } pool;
+i64 *spent_by_all;  // where somebody asks
+
+// A thread's part in some work.
+void take_part(Team team, void (*body)(Team &, void *), void *argument) {
+    i64 spent[NUM_WORKS] = {}, *total = spent_by_all;
+    team.spent = total ? spent : 0;
+    body(team, argument);
+    release_tiles();
+    for (int work = 0; total && work < NUM_WORKS; work++) __atomic_add_fetch(total + work, spent[work], __ATOMIC_SEQ_CST);
+}
 
 void look_away() {
 #if defined(__x86_64__)
@@ -60,11 +71,8 @@ void help_once(int thread, i64 &last) {
         if (!(gate & OPEN) || gate / NEXT == last) return;
     } while (!__atomic_compare_exchange_n(&pool.gate, &gate, gate + 1, true, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
     last = gate / NEXT;
-    if (thread < pool.threads) {
-        Team team = {pool.counters, thread, pool.threads, pool.phases, 0};
-        pool.body(team, pool.argument);
-        release_tiles();
-    }
+    if (thread < pool.threads)
+        take_part({pool.counters, thread, pool.threads, pool.phases, 0, ON_ROWS, 0}, pool.body, pool.argument);
     __atomic_sub_fetch(&pool.gate, 1, __ATOMIC_ACQ_REL);
 }
 
@@ -113,9 +121,7 @@ void run_alone(i64 phases, void (*body)(Team &, void *), void *argument) {
     i64 bytes = counters_size(1, phases) * COUNTER_BYTES;
     int32_t *counters = (int32_t *)scratch(OF_TEAM, bytes);
     memset(counters, 0, bytes);
-    Team team = {counters, 0, 1, (int)phases, 0};
-    body(team, argument);
-    release_tiles();
+    take_part({counters, 0, 1, (int)phases, 0, ON_ROWS, 0}, body, argument);
 }
 
 bool make_counters(i64 size) {
@@ -140,6 +146,15 @@ void wait_for(int32_t *counter, int32_t value, int32_t *sleepers) {
     count_on(sleepers, -1);
 }
 
+i64 now_ns() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000ll + now.tv_nsec;
+}
+
+// From now on what threads spend is added to `spent`, an i64 each of `Work`; 0: no more. Not while there is work.
+EXPORT void octavo_time_work(i64 *spent) { spent_by_all = spent; }
+
 void wake(int32_t *counter) { wake_kinds(counter, EVERY_KIND); }
 
 void in_parallel(i64 threads, i64 phases, void (*body)(Team &, void *), void *argument) {
@@ -154,9 +169,7 @@ void in_parallel(i64 threads, i64 phases, void (*body)(Team &, void *), void *ar
     __atomic_add_fetch(&pool.gate, NEXT | OPEN, __ATOMIC_ACQ_REL);
     count_on(&pool.number, 1);
     if (look_at(&pool.sleepers)) wake_kinds(&pool.number, kinds_below((int)threads));
-    Team team = {pool.counters, 0, (int)threads, (int)phases, 0};
-    body(team, argument);
-    release_tiles();
+    take_part({pool.counters, 0, (int)threads, (int)phases, 0, ON_ROWS, 0}, body, argument);
     __atomic_sub_fetch(&pool.gate, OPEN, __ATOMIC_ACQ_REL);
     for (int looks = 0; __atomic_load_n(&pool.gate, __ATOMIC_ACQUIRE) & INSIDE; looks++) {
         if (looks < LOOKS) look_away();

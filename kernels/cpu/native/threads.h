@@ -18,7 +18,13 @@ struct Team {
         *counters;  // for each thread the items taken of its share, phase by phase; the items done, likewise; sleepers
     int thread, threads, phases;
     int phase;  // which comes next
+    int work;   // what the next phases are, of `Work`
+    i64 *spent;  // by work, nanoseconds of this thread; 0 where nobody asks
 };
+
+// What threads spend their time on, for `octavo_time_work`; the last counts phases in which there was something to do.
+enum Work { ON_ROWS, ON_PRODUCTS, ON_ATTENTION, WAITING, PHASES, NUM_WORKS };
+i64 now_ns();
 
 enum { COUNTER_BYTES = 4 };
 INLINE i64 counters_size(i64 threads, i64 phases) { return (threads + 1) * phases + 1; }
@@ -36,6 +42,7 @@ static inline void share(Team &team, i64 num_items, Do run) {
     int32_t *done = team.counters + team.threads * team.phases + phase,
             *sleepers = team.counters + (team.threads + 1) * team.phases;
     int32_t num_done = 0;
+    i64 started = team.spent ? now_ns() : 0;
     for (int turn = 0; turn < team.threads; turn++) {
         i64 owner = (team.thread + turn) % team.threads;
         i64 first = num_items * owner / team.threads, end = num_items * (owner + 1) / team.threads;
@@ -44,7 +51,11 @@ static inline void share(Team &team, i64 num_items, Do run) {
         for (i64 item; (item = first + count_on(taken, 1)) < end; num_done++) run(item, end);
     }
     if (num_done && count_on(done, num_done) + num_done == num_items && look_at(sleepers)) wake(done);
+    i64 ended = team.spent ? now_ns() : 0;
     if (look_at(done) != num_items) wait_for(done, (int32_t)num_items, sleepers);
+    if (!team.spent) return;
+    team.spent[team.work] += ended - started, team.spent[WAITING] += now_ns() - ended;
+    team.spent[PHASES] += num_items > 0;
 }
 
 // `body(team)` in up to so many threads, each of which goes through up to `phases` phases; returns when all are
