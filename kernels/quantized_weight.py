@@ -55,6 +55,7 @@ class QuantizedWeight:
     order: torch.Tensor | None = None  # i64[K]: column j is for input order[j] of a row; None: as they come
     inputs: Inputs = Inputs.AS_THEY_ARE
     input_scale: float | None = None  # of all rows; None: found row by row
+    input_zero: int = 0  # of all rows of INT8, as their codes count, where they have a scale: (code - zero) * scale
 
     @property
     def out_features(self) -> int:

@@ -18,6 +18,7 @@ _ROWS = (16, 4096)
 _GOAL_ROWS = 16  # up to here reading the weight is the bound
 _MATRIX_ROWS = 64  # from here on the matrix units are
 _EXPERTS = ((8, 2, 2 * 14336, 4096), (128, 8, 2 * 768, 2048))  # see matrix_cases
+_GPT_OSS_EXPERTS = (32, 4, 2 * 2880, 2880)
 _EXPERT_TOKENS = (16, 4096)
 
 
@@ -77,7 +78,8 @@ def cases(setting: Setting) -> Iterator[Case]:
         for rows in (3,) if setting.is_tiny else _ROWS:
             yield _product(setting, form, rows, outputs, size)
     for form in _OF_EXPERTS:
-        for experts in ((3, 2, 40, 48),) if setting.is_tiny else _EXPERTS:
+        sizes = (*_EXPERTS, _GPT_OSS_EXPERTS) if form.numbers is Numbers.E2M1 else _EXPERTS
+        for experts in ((3, 2, 40, 48),) if setting.is_tiny else sizes:
             for num_tokens in (5,) if setting.is_tiny else _EXPERT_TOKENS:
                 yield _grouped(setting, form, num_tokens, *experts)
 

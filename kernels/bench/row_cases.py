@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from kernels.bench.case import Calls, Case, Goal, Setting
 from kernels.bench.shapes import HEAD_SIZE, HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS
-from kernels.gpu.operations import gelu, gelu_and_mul, layer_norm, rms_norm, rotary, silu_and_mul
+from kernels.gpu.operations import clamped_swiglu, gelu, gelu_and_mul, layer_norm, rms_norm, rotary, silu_and_mul
 
 _TOKENS = (256, 4096, 16384)
 _POSITIONS = 8192
@@ -26,6 +26,7 @@ def cases(setting: Setting) -> Iterator[Case]:
         ("rms_norm", hidden, 4, _rms_norm),
         ("layer_norm", hidden, 4, _layer_norm),
         ("silu_and_mul", intermediate, 3, _silu_and_mul),
+        ("clamped_swiglu", intermediate, 3, _clamped_swiglu),
         ("gelu_and_mul", intermediate, 3, _gelu_and_mul),
         ("gelu", intermediate, 2, _gelu),
         ("rotary", (NUM_HEADS + NUM_KV_HEADS) * HEAD_SIZE, 2, _rotary),
@@ -83,6 +84,22 @@ def _silu_and_mul(setting: Setting, num_tokens: int, size: int) -> Calls:
         return out
 
     return Calls(ours, {"silu and mul": lambda: functional.silu(gate) * up})
+
+
+def _clamped_swiglu(setting: Setting, num_tokens: int, size: int) -> Calls:
+    x = _normal(setting, num_tokens, 2 * size)
+    gate, up = x.chunk(2, dim=-1)
+    out = torch.empty(num_tokens, size, dtype=setting.dtype, device=setting.device)
+
+    def ours() -> torch.Tensor:
+        clamped_swiglu(out, x, alpha=1.702, limit=7.0)
+        return out
+
+    def plain() -> torch.Tensor:
+        cut = gate.clamp(max=7.0)
+        return (up.clamp(-7.0, 7.0) + 1) * cut * torch.sigmoid(1.702 * cut)
+
+    return Calls(ours, {"clamp, sigmoid and mul": plain})
 
 
 def _gelu_and_mul(setting: Setting, num_tokens: int, size: int) -> Calls:

@@ -19,7 +19,7 @@ from kernels.gpu.tiles import cdiv, part_of_row
 from kernels.gpu.variant import Variant
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _clamped_swiglu_kernel(  # type: ignore[no-untyped-def]
     out, x, out_stride, x_stride, alpha, limit, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -29,6 +29,8 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
     with LLM(model=str(folder), max_num_batched_tokens=32, max_num_seqs=8) as llm:
         params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
         outputs = llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
+        (again,) = llm.generate(prompt_token_ids=prompts[-1:], sampling_params=params, use_tqdm=False)
+    assert again.num_cached_tokens > 100 and again.outputs[0].token_ids == outputs[-1].outputs[0].token_ids
     for prompt, output in zip(prompts, outputs, strict=True):
         expected = oracle.generate(prompt, MAX_TOKENS)
         oracle.check(prompt, expected, list(output.outputs[0].token_ids), f"{name}, prompt of {len(prompt)} tokens")

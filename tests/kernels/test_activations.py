@@ -18,10 +18,12 @@ from tests.kernels.rows import DTYPES, TOLERANCE, gaps_are_untouched, normal, po
 # The interpreter's numpy says so where a GPU's sigmoid of a large negative number is 0 without a word.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 
-CLAMPED = {"alpha": 1.702, "limit": 7.0}
 GATES: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
     "silu": (silu_and_mul, reference.silu_and_mul),
-    "clamped_swiglu": tuple(partial(each, **CLAMPED) for each in (clamped_swiglu, reference.clamped_swiglu)),
+    "clamped_swiglu": (
+        partial(clamped_swiglu, alpha=1.702, limit=7.0),
+        partial(reference.clamped_swiglu, alpha=1.702, limit=7.0),
+    ),
     "gelu": (partial(gelu_and_mul, is_approximate=False), partial(reference.gelu_and_mul, is_approximate=False)),
     "gelu_tanh": (partial(gelu_and_mul, is_approximate=True), partial(reference.gelu_and_mul, is_approximate=True)),
 }

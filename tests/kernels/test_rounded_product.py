@@ -21,6 +21,7 @@ from tests.kernels.rows import DTYPES, gaps_are_untouched, normal, poisoned, str
 KINDS = {
     "int8": (Format("", Numbers.INT8, 0), Inputs.INT8, None),
     "int8 static": (Format("", Numbers.INT8, 0), Inputs.INT8, 0.02),
+    "int8 static with zero": (Format("", Numbers.INT8, 0), Inputs.INT8, 0.02),
     "fp8": (Format("", Numbers.E4M3, 0), Inputs.E4M3, None),
     "fp8 static": (Format("", Numbers.E4M3, 0, is_ordered=True), Inputs.E4M3, 0.005),
     "fp8 blocks": (Format("", Numbers.E4M3, CHUNK), Inputs.E4M3_BY_GROUP, None),
@@ -33,25 +34,28 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 def weight_of(kind: str, num_outputs: int, size: int) -> QuantizedWeight:
     form, inputs, scale = KINDS[kind]
-    return replace(form.weight(num_outputs, size), inputs=inputs, input_scale=scale)
+    zero = -11 if "zero" in kind else 0
+    return replace(form.weight(num_outputs, size), inputs=inputs, input_scale=scale, input_zero=zero)
 
 
-def expected_rows(x: torch.Tensor, dtype: torch.dtype, group: int, scale: float | None) -> torch.Tensor:
+def expected_rows(x: torch.Tensor, dtype: torch.dtype, group: int, scale: float | None, zero: int = 0) -> torch.Tensor:
     """f64[T, K]: each group of a row rounded by torch, and what its codes stand for."""
     parts = []
     for part in x.float().split(group, dim=1):
         largest = part.abs().amax(1, keepdim=True)
         by = torch.where(largest == 0, LARGEST[dtype], largest) / LARGEST[dtype] if scale is None else scale
-        y = (part / by).clamp(-LARGEST[dtype], LARGEST[dtype])
+        y = (part / by + zero).clamp(-128.0 if zero else -LARGEST[dtype], LARGEST[dtype])
         codes = y.round() if dtype == torch.int8 else y.to(dtype)
-        parts.append(codes.double() * (by.double() if isinstance(by, torch.Tensor) else by))
+        parts.append((codes.double() - zero) * (by.double() if isinstance(by, torch.Tensor) else by))
     return torch.cat(parts, dim=1)
 
 
 @DTYPES
 @pytest.mark.parametrize("to", [torch.int8, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize(("group", "scale"), [(0, None), (0, 0.01), (CHUNK, None)])
-def test_rows_are_rounded_as_torch_rounds(to: torch.dtype, dtype: torch.dtype, group: int, scale: float | None) -> None:
+@pytest.mark.parametrize(("group", "scale", "zero"), [(0, None, 0), (0, 0.01, 0), (0, 0.01, 5), (CHUNK, None, 0)])
+def test_rows_are_rounded_as_torch_rounds(
+    to: torch.dtype, dtype: torch.dtype, group: int, scale: float | None, zero: int
+) -> None:
     """Numbers of all sizes, a row of zeros, ties, and codes that fill up."""
     size, padded = 300, 384
     spread = torch.logspace(-4, 0, size, dtype=torch.float64, device=DEVICE)
@@ -59,15 +63,17 @@ def test_rows_are_rounded_as_torch_rounds(to: torch.dtype, dtype: torch.dtype, g
     x[3] = 0
     x[4] = torch.arange(size, device=DEVICE) / 2
     x[4, 0::128] = LARGEST[to]  # of each group: halves are ties
-    codes, scales = rounded_rows(strided(x), to, padded, group=group, scale=scale, multiple=64)
-    assert codes.shape == (5, padded) and not codes[:, size:].float().any()
-    found = codes[:, :size].double()
+    if zero and to != torch.int8:
+        pytest.skip("floats are rounded around 0")
+    codes, scales = rounded_rows(strided(x), to, padded, group=group, scale=scale, zero=zero, multiple=64)
+    assert codes.shape == (5, padded) and bool((codes[:, size:].float() == zero).all())
+    found = codes[:, :size].double() - zero
     if scales is None:
         found *= torch.tensor(scale, dtype=torch.float32).double()
         scale = float(torch.tensor(scale, dtype=torch.float32))
     else:
         found *= scales[:, :5].double().T.repeat_interleave(group or padded, dim=1)[:, :size]
-    assert torch.equal(found, expected_rows(x, to, group or size, scale))
+    assert torch.equal(found, expected_rows(x, to, group or size, scale, zero))
 
 
 @DTYPES
@@ -83,13 +89,16 @@ def test_products(kind: str, dtype: torch.dtype, count: int, num_outputs: int, s
     product.multiply(out, x)
     ordered = x if weight.order is None else x[:, weight.order]
     to = torch.int8 if weight.inputs is Inputs.INT8 else torch.float8_e4m3fn
-    rows = expected_rows(ordered, to, min(weight.group, size), weight.input_scale)
+    rows = expected_rows(ordered, to, min(weight.group, size), weight.input_scale, weight.input_zero)
     matrix = exact_weight(replace(weight, order=None))
     exact = torch.nn.functional.linear(rows, matrix, None if bias is None else bias.double())
     # Sums of integers are exact; of E4M3 float32 rounds a product at most 128 times in a group and once a group. Scales
     # are multiplied with each other and with a sum.
     depth = 4.0 if weight.inputs is Inputs.INT8 else 128 + size / 128 + 4
-    error = depth * 2**-24 * (rows.abs() @ matrix.abs().T) + 2**-24 * exact.abs()
+    size_of_terms = rows.abs() @ matrix.abs().T
+    if weight.input_zero and weight.input_scale:  # what it adds is taken off again, rounded with the bias
+        size_of_terms += abs(weight.input_zero) * weight.input_scale * matrix.abs().sum(1)
+    error = depth * 2**-24 * size_of_terms + 2**-24 * exact.abs()
     rounding = {torch.float32: 0.0, torch.float16: 2**-11, torch.bfloat16: 2**-8}[dtype]
     assert bool(((out.double() - exact).abs() <= error + rounding * (exact.abs() + error)).all())
     assert gaps_are_untouched(out)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from kernels import select
 from kernels.gpu.quantized.packed_codes import PackedCodes
+from kernels.oracles import reference
 from kernels.quantized_weight import Numbers
 from tests.kernels.device import DEVICE
 from tests.worker import test_gpu_path
@@ -141,6 +142,18 @@ def test_what_a_config_leaves_out_is_as_in_transformers(tmp_path: Path) -> None:
 def test_another_activation_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="hidden_act 'gelu' is not supported, only 'silu'"):
         read_config(tmp_path, {"hidden_act": "gelu"})
+
+
+def test_the_gate_is_that_of_transformers() -> None:
+    """Which has gates and ups in turn."""
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    config = GptOssConfig(intermediate_size=50, hidden_size=1, num_local_experts=1, swiglu_alpha=1.5, swiglu_limit=3.0)
+    x = 4 * torch.randn(3, 100, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    out = torch.empty(3, 50, dtype=torch.float64)
+    reference.clamped_swiglu(out, torch.cat([x[:, ::2], x[:, 1::2]], dim=1), alpha=1.5, limit=3.0)
+    torch.testing.assert_close(out, GptOssExperts(config)._apply_gate(x), rtol=1e-14, atol=1e-14)
 
 
 def test_weights_bytes_counts_what_is_held(tmp_path: Path, without_padding: None) -> None:
@@ -304,14 +317,15 @@ def test_replayed_steps_draw_the_tokens_of_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     changes = {"vocab_size": test_gpu_path.VOCAB_SIZE, "max_position_embeddings": 64, "sliding_window": 5}
+    changes["num_hidden_layers"] = 1  # with a window
     quantised, twin = make_mxfp4(tmp_path, seed=11, **changes)
     oracle, expected = AutoModelForCausalLM.from_pretrained(twin, experts_implementation="eager"), []
     for prompt in test_gpu_path.PROMPTS:
         options = {"max_new_tokens": test_gpu_path.NUM_NEW, "do_sample": False, "eos_token_id": None}
         expected.append((oracle.generate(torch.tensor([prompt]), **options)[0].tolist(), torch.empty(0)))
     model = load(quantised, DEVICE)
-    for layer in model.layers:
-        assert isinstance(layer.mlp, GroupedExperts) and isinstance(layer.mlp._outer, PackedCodes)
+    experts = model.layers[0].mlp
+    assert isinstance(experts, GroupedExperts) and isinstance(experts._outer, PackedCodes)
     test_gpu_path.check_greedy_tokens(model, expected, has_graphs=True)
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kernels.quantized_weight import Inputs, Numbers
+from kernels.quantized_weight import Inputs, Numbers, QuantizedWeight
 from tests.worker.quantised_checkpoints import FORMATS, Tensors, compressed, fp8_blocks, gptq, in_words, packed
 from worker_svc.models.errors import ModelError
 from worker_svc.models.quantized.checkpoint_format import CheckpointFormat, with_quantized
 from worker_svc.models.quantized.detect import detect_format
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
+from worker_svc.models.quantized.shaping import fit_together
 from worker_svc.models.raw_config import RawConfig
 from worker_svc.models.stored_tensor import MadeTensor, StoredTensor
 
@@ -311,11 +313,42 @@ def test_a_group_of_all_inputs_is_a_scale_an_output() -> None:
     assert torch.equal(tensor_of(config, leaves).read(range(72), range(192), CPU).dequantized(), expected)
 
 
-def test_inputs_with_a_zero_of_their_own_are_rounded_around_0() -> None:
-    format_ = FORMATS["int8-channel"]
-    others = {"input_scale": torch.tensor([0.1]), "input_zero_point": torch.tensor([3], dtype=torch.int8)}
-    weight = tensor_of(format_.config, format_.quantise(WEIGHT)[0] | others).read(range(72), range(192), CPU)
-    assert weight.inputs is Inputs.INT8 and weight.input_scale is None
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32])
+def test_rows_may_have_a_zero_of_their_own(dtype: torch.dtype) -> None:
+    """Beside a scale: rows that are rounded one by one are rounded around 0."""
+    format_, zero = FORMATS["int8-channel"], torch.tensor([3], dtype=dtype)
+    leaves = format_.quantise(WEIGHT)[0] | {"input_zero_point": zero}
+    weight = tensor_of(format_.config, leaves | {"input_scale": torch.tensor([0.1])}).read(range(72), range(192), CPU)
+    assert weight.inputs is Inputs.INT8 and weight.input_scale == pytest.approx(0.1) and weight.input_zero == 3
+    assert tensor_of(format_.config, leaves).read(range(72), range(192), CPU).input_zero == 0
+    others = [replace(weight, input_zero=4), replace(weight, input_scale=0.2), replace(weight, input_zero=0)]
+    assert fit_together(weight, weight) and not any(fit_together(weight, other) for other in others)
+
+
+@pytest.mark.parametrize(
+    ("name", "zero", "complaint"),
+    [
+        ("int8-channel", torch.tensor([3, 4], dtype=torch.int8), "input_zero_point has several numbers"),
+        ("int8-channel", torch.tensor([0.5]), "input_zero_point is float32 [1], not int8 or int32"),
+        (
+            "float8-tensor",
+            torch.tensor([3], dtype=torch.int8),
+            "input_zero_point is 3, and floats are rounded around 0",
+        ),
+        ("float8-tensor", torch.zeros(1).to(torch.float8_e4m3fn), ""),
+    ],
+)
+def test_zeros_of_rows_that_are_not_read_are_refused(name: str, zero: torch.Tensor, complaint: str) -> None:
+    leaves = FORMATS[name].quantise(WEIGHT)[0] | {"input_zero_point": zero, "input_scale": torch.tensor([0.1])}
+
+    def read() -> QuantizedWeight:
+        return tensor_of(FORMATS[name].config, leaves).read(range(72), range(192), CPU)
+
+    if not complaint:
+        assert read().input_zero == 0
+        return
+    with pytest.raises(ModelError, match=re.escape(f"layer {LAYER}: {complaint}")):
+        read()
 
 
 def test_plain_layers_of_a_quantised_checkpoint_stay_as_they_are() -> None:

@@ -201,7 +201,7 @@ def test_attention_that_is_not_what_it_seems_is_refused_in_its_first_step_at_the
 ) -> None:
     sizes = {"GPTJConfig": {"n_embd": 60, "n_layer": 3, "n_head": 6, "rotary_dim": 4}, "GptOssConfig": {"head_dim": 10}}
     with pytest.raises(ModelError, match=why):
-        model = load(make_tiny_model(tmp_path / "model", _config(kind, sizes.get(kind, {}))))
+        model = load(make_tiny_model(tmp_path / "model", _config(kind, sizes.get(kind, {}))), "transformers")
         Stepper(model, [tokens(7)]).step({0: (0, 7)})
 
 

@@ -54,6 +54,7 @@ _KINDS = (
     Kind(64, 3),
     Kind(64, 8, "fp16", cache="fp8e4nv", block_size=32),
     Kind(64, 8, has_window=True, has_sinks=True),
+    Kind(64, 8, has_sinks=True),
     Kind(32, 1, "fp32"),
     Kind(80, 1),
     Kind(96, 1, has_window=True),

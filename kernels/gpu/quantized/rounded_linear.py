@@ -15,6 +15,8 @@ class RoundedLinear:
 
     def __init__(self, codes: RoundedCodes, order: torch.Tensor | None, bias: torch.Tensor | None) -> None:
         """`order` i64[K] as `QuantizedWeight` has it; bias [N]."""
+        if codes.of_zero is not None:
+            bias = -codes.of_zero if bias is None else bias.float() - codes.of_zero
         self._codes, self._order, self._bias = codes, order, bias
         self.in_features, self.out_features = codes.in_features, codes.out_features
         self.weight_bytes = codes.nbytes + sum(x.nbytes for x in (order, bias) if x is not None)

@@ -159,6 +159,8 @@ class RoundedCodes:
     weight: torch.Tensor
     scale: torch.Tensor
     row_scale: float | None  # of all rows; it is in `scale`, too
+    row_zero: int = 0  # likewise
+    of_zero: torch.Tensor | None = None  # f32[N]: what that adds to every row's outputs; to be taken off with the bias
 
     @property
     def nbytes(self) -> int:
@@ -188,6 +190,7 @@ def rounded_product(out: torch.Tensor, x: torch.Tensor, weight: RoundedCodes, bi
         num_chunks * CHUNK,
         group=GROUP if weight.is_by_group else 0,
         scale=weight.row_scale,
+        zero=weight.row_zero,
         multiple=MOST_ROWS,
     )
     block_m, segment = block_m_of(count), chunks_of_segment(num_outputs, num_chunks)
@@ -249,7 +252,12 @@ def round_codes(weight: QuantizedWeight) -> RoundedCodes | None:
     row_scale = None if is_by_group else weight.input_scale
     scale = torch.nn.functional.pad(weight.scale, (0, 0, 0, rows)).t().contiguous()
     scale = scale if row_scale is None else scale * row_scale
-    return RoundedCodes(weight.out_features, size, is_by_group, codes, scale, row_scale)
+    of_zero = None
+    if weight.input_zero and row_scale is not None:
+        sums = weight.codes.view(torch.int8).sum(dim=1, dtype=torch.int64) * weight.input_zero
+        of_zero = (sums.double() * scale[0, : weight.out_features].double()).float()
+    zero = 0 if of_zero is None else weight.input_zero
+    return RoundedCodes(weight.out_features, size, is_by_group, codes, scale, row_scale, zero, of_zero)
 
 
 def variants() -> Iterator[Variant]:

@@ -3,11 +3,12 @@
     scale = max |x| / 127 or 448;   codes = x / scale, rounded to the nearest integer or number of E4M3, ties to even
 
     x [T, K]                        rows of adjacent elements at any stride
-    codes [T, K rounded up]         int8 or float8_e4m3fn, zeros past the end
+    codes [T, K rounded up]         int8 or float8_e4m3fn, that of 0 past the end
     scales f32[groups, T rounded up]  of a whole row or of 128 inputs; nothing of rows past the last
 
-With a scale that is given it is that of all rows, and what is beyond becomes the largest number. A program rounds one
-row, or 16 groups of one: a row's codes depend on nothing beside it.
+With a scale that is given it is that of all rows, and what is beyond becomes the largest number. Integers may then have
+a zero, which is added before they are rounded: codes = x / scale + zero, within -128 and 127. A program rounds one row,
+or 16 groups of one: a row's codes depend on nothing beside it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def _rounded_rows_kernel(  # type: ignore[no-untyped-def]
     scales,
     x,
     given_scale,
+    given_zero,
     scales_stride,
     x_stride,
     SIZE: tl.constexpr,
@@ -41,12 +43,15 @@ def _rounded_rows_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     LARGEST: tl.constexpr,
     IS_GIVEN: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     y = tl.load(x + row * x_stride + column, column < SIZE, 0.0).to(tl.float32)
-    if IS_GIVEN:
+    if HAS_ZERO:
+        y = tl.clamp(tl.div_rn(y, given_scale) + given_zero, -128.0, 127.0)
+    elif IS_GIVEN:
         y = tl.clamp(tl.div_rn(y, given_scale), -LARGEST, LARGEST)
     else:
         # NaN counts as infinite: neither may become a number that looks like others.
@@ -70,10 +75,18 @@ def _rounded_to_e4m3(y):  # type: ignore[no-untyped-def]
 
 
 def rounded_rows(
-    x: torch.Tensor, dtype: torch.dtype, padded: int, *, group: int, scale: float | None, multiple: int
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    padded: int,
+    *,
+    group: int,
+    scale: float | None,
+    zero: int = 0,
+    multiple: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Codes and scales; see the top of this file. `padded`: K rounded up; `group`: 0 for whole rows, of 32,768 elements
-    at most, or 128; `scale` of all rows, where there are no others; `multiple`: what rows' scales are rounded up to."""
+    at most, or 128; `scale` of all rows, where there are no others, and `zero`; `multiple`: what rows' scales are
+    rounded up to. Inputs past the end have the code of the number 0."""
     count, size = x.shape
     codes = x.new_empty((count, padded), dtype=dtype)
     block = group or triton.next_power_of_2(padded)
@@ -86,6 +99,7 @@ def rounded_rows(
         scales,
         x,
         0.0 if scale is None else scale,
+        float(zero),
         width,
         x.stride(0),
         SIZE=size,
@@ -94,6 +108,7 @@ def rounded_rows(
         BLOCK=block,
         LARGEST=_LARGEST[dtype],
         IS_GIVEN=scale is not None,
+        HAS_ZERO=zero != 0,
         num_warps=_num_warps(groups * block),
     )
     return codes, scales
@@ -109,20 +124,22 @@ def _num_warps(elements: int) -> int:
 
 
 def variants() -> Iterator[Variant]:
-    """Both types by rows, E4M3 by groups too, and a scale that is given."""
-    cases = [("i8", 4096, 0, False), ("i8", 14336, 0, True), ("fp8e4nv", 14336, 0, False), ("fp8e4nv", 584, 0, False)]
-    cases += [("fp8e4nv", 7168, GROUP, False), ("fp8e4nv", 4096, 0, True)]
-    for dtype, size, group, is_given in cases:
+    """Both types by rows, E4M3 by groups too, and a scale that is given, with a zero or without."""
+    plain, static, shifted = "", " static", " static with zero"
+    cases = [("i8", 4096, 0, plain), ("i8", 14336, 0, static), ("fp8e4nv", 14336, 0, plain), ("fp8e4nv", 584, 0, plain)]
+    cases += [("fp8e4nv", 7168, GROUP, plain), ("fp8e4nv", 4096, 0, static), ("i8", 4096, 0, shifted)]
+    for dtype, size, group, kind in cases:
+        is_given = kind != plain
         padded = triton.cdiv(size, 128) * 128
         block, groups = group or triton.next_power_of_2(padded), _GROUPS if group else 1
         pointers = {"codes": f"*{dtype}", "x": "*bf16"} | ({} if is_given else {"scales": "*fp32"})
         yield Variant(
-            f"rounded_rows {dtype} {size}{' by group' * (group > 0)}{' static' * is_given}",
+            f"rounded_rows {dtype} {size}{' by group' * (group > 0)}{kind}",
             _rounded_rows_kernel,
-            pointers | {"given_scale": "fp32", "scales_stride": "i32", "x_stride": "i32"},
+            pointers | {"given_scale": "fp32", "given_zero": "fp32", "scales_stride": "i32", "x_stride": "i32"},
             ({"scales": None} if is_given else {})
             | {"SIZE": size, "PADDED": padded, "GROUPS": groups, "BLOCK": block}
-            | {"LARGEST": 127.0 if dtype == "i8" else 448.0, "IS_GIVEN": is_given},
+            | {"LARGEST": 127.0 if dtype == "i8" else 448.0, "IS_GIVEN": is_given, "HAS_ZERO": kind == shifted},
             num_warps=_num_warps(groups * block),
             divisible_by_16=(*pointers, "scales_stride", *["x_stride"] * (size % 16 == 0)),
             may_spill=False,

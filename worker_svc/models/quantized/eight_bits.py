@@ -7,8 +7,9 @@
     weight_scale_inv    the same under another name; it is multiplied by, too (DeepSeek, Qwen)
     weight_zero_point   i8, as the scale lies
     input_scale         f[] or [1]: rows are to be rounded by it, where the format says so
+    input_zero_point    i8 or i32[] or [1]: with a zero, of int8 alone
 
-Of rows, the largest scale (`input_scale_ub` of fbgemm) and a zero (`input_zero_point`) are not used.
+Of rows, the largest scale (`input_scale_ub` of fbgemm) is not used.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ class EightBitTensor(QuantizedTensor):
         if self._zero is not None:
             module.check_shape("weight_zero_point", *shape)
         self._inputs = inputs
-        self._input_scale = None
-        # Rows that are to be rounded around a zero of their own are rounded around 0, each by its own largest number.
-        if inputs is not Inputs.AS_THEY_ARE and "input_zero_point" not in module.tensors:
+        self._module, self._input_scale, self._input_zero = module, None, None
+        if inputs is not Inputs.AS_THEY_ARE:
             self._input_scale = module.find("input_scale", FLOATS, -1)
+            self._input_zero = module.find("input_zero_point", [torch.int8, torch.int32, dtype], -1)
 
     def read(self, rows: range, columns: range, device: torch.device) -> QuantizedWeight:
         """See `QuantizedTensor`."""
@@ -82,7 +83,20 @@ class EightBitTensor(QuantizedTensor):
             zero=None if zero is None else self._by_output(zero, rows).to(torch.int16)[:, index].contiguous(),
             inputs=self._inputs,
             input_scale=None if self._input_scale is None else float(read_all(self._input_scale, _CPU).max()),
+            input_zero=self._zero_of_rows(),
         )
+
+    def _zero_of_rows(self) -> int:
+        """0 where the format has them rounded around 0, or each by itself. Raises ModelError."""
+        if self._input_zero is None or self._input_scale is None:
+            return 0
+        zeros = read_all(self._input_zero, _CPU).float()
+        if not bool((zeros == zeros.flatten()[0]).all()):
+            raise self._module.error("input_zero_point has several numbers; one for all rows is read")
+        zero = int(zeros.flatten()[0])
+        if zero and self._weight.dtype is not torch.int8:
+            raise self._module.error(f"input_zero_point is {zero}, and floats are rounded around 0")
+        return zero
 
     def _by_output(self, stored: torch.Tensor, rows: range) -> torch.Tensor:
         """[outputs, G] of what is stored of blocks, of outputs or of all."""

@@ -69,6 +69,8 @@ def fit_together(one: QuantizedWeight, other: QuantizedWeight) -> bool:
         and (one.offset is None) == (other.offset is None)
         and one.inputs is other.inputs
         and (one.input_scale is None) == (other.input_scale is None)
+        and one.input_zero == other.input_zero
+        and (one.input_zero == 0 or one.input_scale == other.input_scale)
         and (one.order is None) == (other.order is None)
         and (one.order is None or other.order is None or torch.equal(one.order, other.order))
     )
