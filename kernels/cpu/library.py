@@ -26,7 +26,12 @@ _I64, _FLOAT, _PLACE = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 _DECLARED = {
     "octavo_multiply": (None, [_PLACE, _I64, _PLACE, _I64, _PLACE, _I64, _I64, _I64]),
     "octavo_pack_few_bits": (_I64, [_PLACE, _PLACE, *[_I64] * 8]),
-    "octavo_quantize_four_bits": (None, [_PLACE, _PLACE, *[_I64] * 6]),
+    "octavo_pack_panels": (_I64, [_PLACE, _I64, _I64, _PLACE, *[_I64] * 4]),
+    "octavo_pack_records": (None, [_PLACE, _PLACE, *[_I64] * 6]),
+    "octavo_read_blocks": (None, [_I64, *[_PLACE] * 4, _I64, _I64]),
+    "octavo_find_factors": (_I64, [*[_PLACE] * 3, _I64, _I64, _PLACE, _I64, _I64]),
+    "octavo_quantize_eight_bits": (None, [_PLACE, _PLACE, _I64, _PLACE, *[_I64] * 4]),
+    "octavo_quantize_four_bits": (None, [_PLACE, _I64, _PLACE, *[_I64] * 6]),
     "octavo_paged_attention": (None, [_PLACE, _I64]),
     "octavo_rms_norm": (None, [_I64, _PLACE, _PLACE, _PLACE, _PLACE, _I64, _I64, _FLOAT, _FLOAT, _I64]),
     "octavo_silu_and_mul": (None, [_I64, _PLACE, _PLACE, _I64, _I64, _I64]),

@@ -18,18 +18,22 @@ _ALIGNMENT = 64  # a cache line
 
 
 class HugePages:
-    """Keeps copies of tensors; a slab is freed when the last tensor in it is gone."""
+    """Gives memory for tensors; a slab is freed when the last tensor in it is gone."""
 
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
 
+    def new(self, num_bytes: int) -> torch.Tensor:
+        """u8[num_bytes], on a cache line; what is in it nobody knows."""
+        taken = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        if self._free.numel() < taken:
+            self._free = untouched_bytes(max(taken, _SLAB_BYTES))
+        place, self._free = self._free[:num_bytes], self._free[taken:]
+        return place
+
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """A contiguous copy of a tensor on the CPU."""
-        num_bytes = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if self._free.numel() < num_bytes:
-            self._free = untouched_bytes(max(num_bytes, _SLAB_BYTES))
-        place, self._free = self._free[:num_bytes], self._free[num_bytes:]
-        return place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return self.new(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def untouched_bytes(num_bytes: int) -> torch.Tensor:

@@ -16,9 +16,11 @@ def dense(
     *,
     is_batch_invariant: bool = False,
     memory: HugePages | None = None,
+    dtype: torch.dtype | None = None,
 ) -> FloatLinear | PackedLinear | TiledLinear:
     """The form for the weight's device; weight [out_features, in_features]. On a CPU a row has the same bits in any
-    batch, on a GPU where `is_batch_invariant`. `memory`: where a packed form is kept; None: anywhere."""
+    batch, on a GPU where `is_batch_invariant`. `memory`: where a packed form is kept; None: anywhere. `dtype`: of rows
+    (default: the weight's); on a CPU a weight of bfloat16 may be for rows of float32."""
     if weight.device.type == "cpu":
-        return PackedLinear(weight, bias, memory)
+        return PackedLinear(weight, bias, memory, dtype)
     return TiledLinear(weight, bias) if is_batch_invariant else FloatLinear(weight, bias)

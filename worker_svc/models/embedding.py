@@ -14,11 +14,12 @@ from worker_svc.models.weights import Weights
 
 
 def take_embedding(part: ModelPart, weights: Weights, base: str) -> torch.Tensor:
-    """Vectors of this rank's tokens, [tokens, width]; `base` is what the names of its tensors begin with."""
+    """Vectors of this rank's tokens, [tokens, width], as `Weights.take_matrix` has them; `base` is what their names
+    begin with."""
     config = part.whole
     style, (token_ids, _) = config.style, vocabulary_part(part.ranks, config.vocab_size)
     name, width = f"{base}{style.names.embedding}.weight", style.embedding_size or config.hidden_size
-    return weights.take_parts([name], [config.vocab_size], width, rows=[token_ids])
+    return weights.take_matrix([name], [config.vocab_size], width, rows=[token_ids])
 
 
 class Embedding:
@@ -28,6 +29,7 @@ class Embedding:
         config = part.whole
         style, names, hidden = config.style, config.style.names, config.hidden_size
         self._style, self._ranks = style, part.ranks
+        self._dtype = weights.dtype
         self._token_ids, _ = vocabulary_part(part.ranks, config.vocab_size)
         self.weight = take_embedding(part, weights, base)
         self._project_in, self._positions, self._norm = None, None, None
@@ -62,10 +64,11 @@ class Embedding:
     def _of_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[rows, width]; a rank gives zeros for tokens that others have."""
         if self._ranks.size == 1:
-            return functional.embedding(token_ids, self.weight)
+            return functional.embedding(token_ids, self.weight).to(self._dtype)
         if not self._token_ids:
-            return self._ranks.add_up(self.weight.new_zeros(*token_ids.shape, self.weight.shape[1]))
+            zeros = self.weight.new_zeros(*token_ids.shape, self.weight.shape[1], dtype=self._dtype)
+            return self._ranks.add_up(zeros)
         own = token_ids - self._token_ids.start
         is_foreign = (own < 0) | (own >= len(self._token_ids))
-        embedded = functional.embedding(own.masked_fill(is_foreign, 0), self.weight)
+        embedded = functional.embedding(own.masked_fill(is_foreign, 0), self.weight).to(self._dtype)
         return self._ranks.add_up(embedded.masked_fill(is_foreign[:, None], 0))

@@ -78,21 +78,26 @@ def take_linear(
         )
     whole = [sum(sizes)] if len(names) == 1 else sizes
     rows = stored_rows(sizes, outputs, num_turns, is_fused=len(names) == 1)
+    stored = [f"{name}.weight" for name in names]
     if is_transposed and not has_quantized:  # those are [out, in] whatever the others are
-        (name,), (size,) = names, whole
-        weight = weights.take_parts([f"{name}.weight"], [in_features], size, rows=[inputs], columns=rows).t()
+        (size,) = whole
+        weight = weights.take_matrix(stored, [in_features], size, rows=[inputs], columns=rows, is_passing=True).t()
     else:
-        stored = [f"{name}.weight" for name in names]
-        weight = weights.take_parts(stored, whole, in_features, rows=rows, columns=[inputs])
+        weight = weights.take_matrix(stored, whole, in_features, rows=rows, columns=[inputs], is_passing=True)
     bias = weights.take_parts([f"{name}.bias" for name in names], whole, rows=rows) if is_biased else None
     weight, bias = in_order(weight, sizes, num_turns), None if bias is None else in_order(bias, sizes, num_turns)
     if store is not None and not is_exact:
         return store.make(names[0], weight, bias)
-    return dense(weight, bias, is_batch_invariant=weights.is_batch_invariant, memory=weights.memory)
+    return _dense(weights, weight, bias)
 
 
 def tied_linear(weights: Weights, name: str, weight: torch.Tensor) -> Linear:
     """A product with a matrix that has been taken for something else: a head."""
     if weights.store is None or isinstance(weights.store, Fp8Store):
-        return dense(weight, is_batch_invariant=weights.is_batch_invariant, memory=weights.memory)
+        return _dense(weights, weight)
     return weights.store.find(name, *weight.shape) or weights.store.make(name, weight)
+
+
+def _dense(weights: Weights, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    is_invariant = weights.is_batch_invariant
+    return dense(weight, bias, is_batch_invariant=is_invariant, memory=weights.memory, dtype=weights.dtype)

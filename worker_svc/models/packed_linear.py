@@ -19,15 +19,22 @@ class PackedLinear:
     others: so it is not taken there either.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, memory: HugePages | None = None) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        memory: HugePages | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """`dtype`: of rows (default: the weight's). A weight of bfloat16 may be for rows of float32."""
         # Here, so that a worker with a GPU waits for no compiler of CPU code.
         from kernels.cpu.library import library
         from kernels.cpu.products.layer_product import Product
         from kernels.cpu.products.packed_weight import pack, pack_pairs
 
-        has_pairs = library().has_pairs and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
-        packed = pack_pairs(weight) if has_pairs else pack(weight)
-        self._packed = packed if memory is None else memory.keep(packed)
+        memory, dtype = memory or HugePages(), dtype or weight.dtype
+        has_pairs = library().has_pairs and dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
+        self._packed = pack_pairs(weight, memory.new) if has_pairs else pack(weight, dtype, memory.new)
         self._bias = None if bias is None else bias.float()
         self._out_features = weight.shape[0]
         self._product = Product.of_floats(self._packed, self._bias, *weight.shape)

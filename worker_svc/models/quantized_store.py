@@ -17,13 +17,13 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kernels.int8_weight import GROUP, PANEL, pack_int8, quantize_int8
+from kernels.int8_weight import GROUP, PANEL
 from octavo.models.safetensors_stream import PendingTensor, write_safetensors
 from octavo.shared.cache import cache_dir
 from worker_svc.host.huge_pages import HugePages
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+_Kept = TypeVar("_Kept", Int8Linear, Int4Linear)
 _LAYOUT_VERSION = 3  # to be counted up with every change of what is made of the same weights
 _PACKED, _SCALE, _RECORDS, _BIAS = "packed", "scale", "records", "bias"
 GROUPS = {"int4": 32, "int4-128": 128}  # inputs that share a scale; int8 has one an output
@@ -49,7 +50,7 @@ class QuantizedStore:
         """For the quantization of `config`; `path` None keeps nothing for later starts."""
         self._path, self._started_s = path, time.monotonic()
         self._quantization, self._group = config.quantization, GROUPS.get(config.quantization)
-        self._head = config.style.names.head
+        self._head, self._may_have_four_bits = config.style.names.head, config.dtype == torch.float32
         self._products: dict[str, Int8Linear | Int4Linear] = {}
         self._num_made, self._memory = 0, HugePages()
         self._stored = _read(path) if path is not None else {}
@@ -72,33 +73,29 @@ class QuantizedStore:
         bias = None if bias is None else bias.clone()
         if records is not None:
             weight = _record_weight(packed, records.tolist(), out_features, in_features)
-            return None if weight is None else self._keep_four_bits(name, weight, bias)
+            if weight is None:
+                return None
+            return self._add(name, Int4Linear(replace(weight, packed=self._memory.keep(weight.packed)), bias))
         if scale is None or tuple(scale.shape) != (out_features,):
             return None
         if tuple(packed.shape[:2]) != (-(-out_features // PANEL), -(-in_features // GROUP)):
             return None
-        return self._keep(name, packed, scale.clone(), bias)
+        return self._add(name, Int8Linear(self._memory.keep(packed), scale.clone(), bias))
 
     def make(self, name: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Int8Linear | Int4Linear:
         """Quantises a product; its weight [out_features, in_features] is not needed afterwards."""
-        from kernels.cpu.products import four_bits  # here, see `_record_weight`
+        from kernels.cpu.products import eight_bits, four_bits  # here, see `_record_weight`
 
         self._num_made += 1
-        bias = None if bias is None else bias.float()
-        if (found := four_bits.find_four_bits(weight)) is not None:
-            return self._keep_four_bits(name, found, bias)
+        bias, new = None if bias is None else bias.float(), self._memory.new
+        if self._may_have_four_bits and (found := four_bits.find_four_bits(weight, new)) is not None:
+            return self._add(name, Int4Linear(found, bias))
         if self._group is not None and name != self._head:
-            return self._keep_four_bits(name, four_bits.quantize_four_bits(weight, self._group), bias)
-        quantized, scale = quantize_int8(weight)
-        return self._keep(name, pack_int8(quantized), scale, bias)
+            return self._add(name, Int4Linear(four_bits.quantize_four_bits(weight, self._group, new), bias))
+        return self._add(name, Int8Linear(*eight_bits.quantize_eight_bits(weight, new), bias))
 
-    def _keep(self, name: str, packed: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> Int8Linear:
-        product = self._products[name] = Int8Linear(self._memory.keep(packed), scale, bias)
-        return product
-
-    def _keep_four_bits(self, name: str, weight: RecordWeight, bias: torch.Tensor | None) -> Int4Linear:
-        kept = replace(weight, packed=self._memory.keep(weight.packed))
-        product = self._products[name] = Int4Linear(kept, bias)
+    def _add(self, name: str, product: _Kept) -> _Kept:
+        self._products[name] = product
         return product
 
     def finish(self) -> None:

@@ -6,9 +6,11 @@ checkpoint is understood whole or refused.
 
 from __future__ import annotations
 
+import math
 import zlib
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +19,7 @@ import torch
 
 from kernels.quantized_weight import QuantizedWeight
 from octavo.shared.terminal_row import ByteBar
-from worker_svc.host.huge_pages import HugePages
+from worker_svc.host.huge_pages import HugePages, untouched_bytes
 from worker_svc.models.checkpoint_files import Tensors
 from worker_svc.models.errors import ModelError
 from worker_svc.models.names import LLAMA, Names
@@ -33,6 +35,7 @@ from worker_svc.models.stored_tensor import StoredTensor
 class Weights(Protocol):
     """Tensors by name, each to be taken once."""
 
+    dtype: torch.dtype  # the model's
     store: QuantizedStore | Fp8Store | None  # what quantises products; None: they stay in the model's dtype
     quantized: QuantizedProducts  # what makes products of weights that are quantised in the checkpoint
     memory: HugePages  # for packed products
@@ -60,6 +63,20 @@ class Weights(Protocol):
         `rows`, `columns`: which of that one are wanted, in this order (default: all); a range of rows is within one
         tensor. Columns are of tensors with two dimensions.
         """
+
+    def take_matrix(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        width: int,
+        *,
+        rows: Sequence[range],
+        columns: Sequence[range] | None = None,
+        is_passing: bool = False,
+    ) -> torch.Tensor:
+        """What `take_parts` gives; on a CPU as bfloat16 where the checkpoint has all of it so and the model is float32:
+        the same numbers in half the bytes. `is_passing`: to be read before the next one is taken, which may then lie
+        in its place."""
 
     def format_of(self, name: str) -> str:
         """The format of a weight that can be had as it is, in few bits; empty for a plain one, and for none. `take` and
@@ -102,7 +119,8 @@ class CheckpointWeights:
         self.quantized = QuantizedProducts(device, dtype, self.memory)
         self._folder, self._left = folder, tensors
         self._quantized = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, QuantizedTensor)}
-        self._dtype, self._device, self._progress = dtype, device, progress
+        self.dtype, self._device, self._progress = dtype, device, progress
+        self._passing = torch.empty(0, dtype=torch.uint8)
 
     def has(self, name: str) -> bool:
         """See `Weights`."""
@@ -128,14 +146,55 @@ class CheckpointWeights:
         rows: Sequence[range] | None = None,
         columns: Sequence[range] | None = None,
     ) -> torch.Tensor:
-        """See `Weights`; every part is read straight into its place, and nothing else."""
+        """See `Weights`."""
         # All are checked before memory is allocated for them.
         stored = [self._pop(name, (size, *rest)) for name, size in zip(names, sizes, strict=True)]
+        return self._read(stored, rest, rows, columns, self._new)
+
+    def take_matrix(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        width: int,
+        *,
+        rows: Sequence[range],
+        columns: Sequence[range] | None = None,
+        is_passing: bool = False,
+    ) -> torch.Tensor:
+        """See `Weights`."""
+        stored = [self._pop(name, (size, width)) for name, size in zip(names, sizes, strict=True)]
+        on_cpu = self._device.type == "cpu"
+        is_narrow = on_cpu and self.dtype == torch.float32 and all(each.dtype == torch.bfloat16 for each in stored)
+        dtype = torch.bfloat16 if is_narrow else self.dtype
+        new = self._new_passing if is_passing and on_cpu else self._new
+        return self._read(stored, (width,), rows, columns, partial(new, dtype=dtype))
+
+    def _new(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self._device)
+
+    def _new_passing(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if self._passing.numel() < num_bytes:
+            del self._passing
+            self._passing = untouched_bytes(num_bytes)
+        return self._passing[:num_bytes].view(dtype).view(shape)
+
+    def _read(
+        self,
+        stored: Sequence[StoredTensor],
+        rest: tuple[int, ...],
+        rows: Sequence[range] | None,
+        columns: Sequence[range] | None,
+        new: Callable[..., torch.Tensor],
+    ) -> torch.Tensor:
+        """Tensors [size, *rest], or what is wanted of them, in one; every part is read straight into its place, and
+        nothing else."""
+        sizes = [tensor.shape[0] for tensor in stored]
         starts = [0, *accumulate(sizes)]
         wanted = list(map(range, starts, starts[1:])) if rows is None else rows
         across = [range(rest[-1] if rest else 1)] if columns is None else columns
         width = [sum(map(len, across))] if rest else []
-        out = torch.empty(sum(map(len, wanted)), *rest[:-1], *width, dtype=self._dtype, device=self._device)
+        out = new(sum(map(len, wanted)), *rest[:-1], *width)
         first = 0
         for index, of_tensor in groupby(filter(len, wanted), lambda some: bisect_right(starts, some.start) - 1):
             own = [range(some.start - starts[index], some.stop - starts[index]) for some in of_tensor]
@@ -191,6 +250,7 @@ class CheckpointWeights:
     def finish(self) -> None:
         """See `Weights`."""
         self._progress.finish()
+        self._passing = torch.empty(0, dtype=torch.uint8)
         if self._left:
             names = sorted(self._left)
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -211,7 +271,7 @@ class DummyWeights:
     ) -> None:
         self.store, self.memory = store, HugePages()
         self.quantized = QuantizedProducts(device, dtype, self.memory)
-        self._dtype, self._device = dtype, device
+        self.dtype, self._device = dtype, device
         self._drawn_on = device if device.type == "cuda" else torch.device("cpu")
         self._seed, self._generator = seed, torch.Generator(self._drawn_on)
 
@@ -222,12 +282,12 @@ class DummyWeights:
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """Ones for a norm, else uniform in +-1/sqrt(last dimension)."""
         if len(shape) == 1 and name.endswith(".weight"):  # of a norm
-            return torch.ones(shape, dtype=self._dtype, device=self._device)
+            return torch.ones(shape, dtype=self.dtype, device=self._device)
         # By its name, so that a rank which leaves tensors out has the others alike.
         self._generator.manual_seed(zlib.crc32(name.encode(), self._seed & 0xFFFFFFFF))
         numbers = torch.empty(shape, device=self._drawn_on).uniform_(-1, 1, generator=self._generator)
         scaled: torch.Tensor = numbers / shape[-1] ** 0.5
-        return scaled.to(device=self._device, dtype=self._dtype)
+        return scaled.to(device=self._device, dtype=self.dtype)
 
     def take_float32(self, name: str, *shape: int) -> torch.Tensor:
         """As `take`."""
@@ -248,6 +308,19 @@ class DummyWeights:
         if columns is not None:
             whole = torch.cat([whole[..., some.start : some.stop] for some in columns], dim=-1)
         return whole
+
+    def take_matrix(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        width: int,
+        *,
+        rows: Sequence[range],
+        columns: Sequence[range] | None = None,
+        is_passing: bool = False,
+    ) -> torch.Tensor:
+        """See `Weights`."""
+        return self.take_parts(names, sizes, width, rows=rows, columns=columns)
 
     def format_of(self, name: str) -> str:
         """See `Weights`; of all products but the head and routers, or of experts alone."""

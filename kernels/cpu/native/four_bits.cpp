@@ -71,12 +71,26 @@ Fit fit_group(const F *x, i64 group) {
     return best;
 }
 
+INLINE float number(float x) { return x; }
+INLINE float number(Bfloat16 x) {
+    uint32_t bits = (uint32_t)x.bits << 16;
+    float found;
+    memcpy(&found, &bits, 4);
+    return found;
+}
 // Inputs of 16 outputs in vectors: x[k] has input k of each. Past the last output and input, the last once more.
-void gather(const float *weight, i64 row_stride, i64 column_stride, i64 rows, i64 inputs, i64 group, F *x) {
+template <class T>
+void gather(const T *weight, i64 row_stride, i64 column_stride, i64 rows, i64 inputs, i64 group, F *x) {
+    i64 k = 0;
+    if (column_stride == 1)  // as nearly all lie
+        for (; k + LANES <= smaller(inputs, group); k += LANES) {
+            for (i64 lane = 0; lane < LANES; lane++) x[k + lane] = load(weight + smaller(lane, rows - 1) * row_stride + k);
+            transpose(x + k);
+        }
     float lanes[LANES];
-    for (i64 k = 0; k < group; k++) {
-        const float *column = weight + smaller(k, inputs - 1) * column_stride;
-        for (i64 lane = 0; lane < LANES; lane++) lanes[lane] = column[smaller(lane, rows - 1) * row_stride];
+    for (; k < group; k++) {
+        const T *column = weight + smaller(k, inputs - 1) * column_stride;
+        for (i64 lane = 0; lane < LANES; lane++) lanes[lane] = number(column[smaller(lane, rows - 1) * row_stride]);
         x[k] = load(lanes);
     }
 }
@@ -92,12 +106,9 @@ void store_group(const Cursor &at, i64 lane, const F *x, i64 inputs, const Fit &
     }
 }
 
-}  // namespace
-
-// Fills `packed`, records of UINT4 with scales and offsets of float16, whose groups have up to 256 inputs. Strides in
-// numbers.
-EXPORT void octavo_quantize_four_bits(char *packed, const float *weight, i64 row_stride, i64 column_stride,
-                                      i64 out_features, i64 in_features, i64 group, i64 threads) {
+template <class T>
+void quantize(char *packed, const T *weight, i64 row_stride, i64 column_stride, i64 out_features, i64 in_features,
+              i64 group, i64 threads) {
     RecordLayout layout({CODES_UINT4, SCALE_FLOAT16, OFFSET_FLOAT16, group});
     i64 padded = groups_of(in_features) * GROUP, bytes = layout.panel_bytes(padded);
     for_each(threads, (out_features + PANEL - 1) / PANEL, [&](i64 panel, i64) {
@@ -115,4 +126,15 @@ EXPORT void octavo_quantize_four_bits(char *packed, const float *weight, i64 row
             }
         }
     });
+}
+
+}  // namespace
+
+// Fills `packed`, records of UINT4 with scales and offsets of float16, whose groups have up to 256 inputs. Strides in
+// numbers, of `element`.
+EXPORT void octavo_quantize_four_bits(char *packed, i64 element, const void *weight, i64 row_stride, i64 column_stride,
+                                      i64 out_features, i64 in_features, i64 group, i64 threads) {
+    if (element == FLOAT32)
+        quantize(packed, (const float *)weight, row_stride, column_stride, out_features, in_features, group, threads);
+    else quantize(packed, (const Bfloat16 *)weight, row_stride, column_stride, out_features, in_features, group, threads);
 }

@@ -12,9 +12,14 @@ For rows of bfloat16 and a processor that multiplies pairs of such numbers, two 
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from kernels.cpu.elements import element_of
+from kernels.cpu.library import library, num_threads
 from kernels.cpu.products.few_bits_fit import pack_few_bits
+from kernels.cpu.products.new_bytes import NewBytes, new_bytes
 from kernels.cpu.products.records import FORMATS, GROUP, PANEL
 
 # `Kind` of native/products.h, by the type of a packed tensor.
@@ -26,30 +31,41 @@ KINDS = {
 }
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """`weight` [out_features, in_features], float32 or bfloat16, packed; its type and shape: see above."""
-    if weight.dtype == torch.float32:
-        if (packed := pack_few_bits(weight)) is not None:
-            return packed
-        # A weight that does not fit shows so in its first row, nearly always: the load need not look at all of it.
-        if _fits_bfloat16(weight[:1]) and _fits_bfloat16(weight):
-            weight = weight.to(torch.bfloat16)
-    return _in_panels(weight)
+def pack(weight: torch.Tensor, rows: torch.dtype | None = None, new: NewBytes = new_bytes) -> torch.Tensor:
+    """`weight` [out_features, in_features], float32 or bfloat16, packed; its type and shape: see above.
 
-
-def pack_pairs(weight: torch.Tensor) -> torch.Tensor:
-    """`weight` [out_features, in_features] bfloat16, `in_features` even, as u32[panels, in_features / 2, 48]."""
-    return _in_panels(weight.contiguous().view(torch.int32)).view(torch.uint32)
-
-
-def _in_panels(weight: torch.Tensor) -> torch.Tensor:
-    out_features, in_features = weight.shape
-    packed = torch.zeros(-(-out_features // PANEL), in_features, PANEL, dtype=weight.dtype)
-    whole = out_features // PANEL
-    packed[:whole] = weight[: whole * PANEL].unflatten(0, (whole, PANEL)).transpose(1, 2)
-    if whole < len(packed):
-        packed[whole, :, : out_features - whole * PANEL] = weight[whole * PANEL :].t()
+    `rows`: the type of those that it is for (default: the weight's); few bits are looked for where that is float32.
+    `new`: gives the memory, as `HugePages.new` does.
+    """
+    packed: torch.Tensor | None = None
+    if (rows or weight.dtype) == torch.float32:
+        packed = pack_few_bits(weight, new=new)
+    # A weight that does not fit shows so in its first row, nearly always: the load need not look at all of it.
+    if packed is None and (weight.dtype == torch.bfloat16 or _in_panels(weight[:1], torch.bfloat16) is not None):
+        packed = _in_panels(weight, torch.bfloat16, new)
+    if packed is None:
+        packed = _in_panels(weight, torch.float32, new)
+    assert packed is not None
     return packed
+
+
+def pack_pairs(weight: torch.Tensor, new: NewBytes = new_bytes) -> torch.Tensor:
+    """`weight` [out_features, in_features] bfloat16, `in_features` even, as u32[panels, in_features / 2, 48]."""
+    pairs = _in_panels(weight.contiguous().view(torch.float32), torch.float32, new)
+    assert pairs is not None
+    return pairs.view(torch.uint32)
+
+
+def _in_panels(weight: torch.Tensor, dtype: torch.dtype, new: NewBytes = new_bytes) -> torch.Tensor | None:
+    """As numbers of `dtype`, bit for bit; None where float32 does not fit bfloat16."""
+    out_features, in_features = weight.shape
+    weight = weight if weight.stride(1) == 1 or in_features == 1 else weight.contiguous()
+    shape = packed_shape(dtype, out_features, in_features)
+    packed = new(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+    narrows = dtype == torch.bfloat16 and weight.dtype == torch.float32
+    places = element_of(weight), weight.data_ptr(), weight.stride(0)
+    fits = library().pack_panels(packed.data_ptr(), narrows, *places, out_features, in_features, num_threads())
+    return packed if fits else None
 
 
 def packed_shape(dtype: torch.dtype, out_features: int, in_features: int) -> tuple[int, ...]:
@@ -70,7 +86,3 @@ def kind_of_packed(packed: torch.Tensor) -> int:
         return KINDS[packed.dtype]
     except KeyError:
         raise TypeError(f"no weight is packed as {packed.dtype}") from None
-
-
-def _fits_bfloat16(weight: torch.Tensor) -> bool:
-    return not (weight.view(torch.int32) & 0xFFFF).any()

@@ -9,12 +9,10 @@ format says integers of 8 bits, and then as `int8_linear` does it, by 32 inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import torch
 
 from kernels.cpu.products.layer_product import Product
+from kernels.cpu.products.new_bytes import NewBytes, new_bytes
 from kernels.cpu.products.quantized_records import pack_quantized
 from kernels.int8_weight import pack_int8
 from kernels.quantized_weight import Inputs, Numbers, QuantizedWeight
@@ -23,23 +21,24 @@ from kernels.quantized_weight import Inputs, Numbers, QuantizedWeight
 def quantized_product(
     weight: QuantizedWeight,
     bias: torch.Tensor | None,
-    keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous,
+    new: NewBytes = new_bytes,
 ) -> Product | None:
     """The product x W^T + bias [N] of float32 and bfloat16 rows; None where only the dequantised weight has one.
 
-    `keep` copies what is read in every product to where it stays, as `HugePages.keep` does. None are weights whose
-    inputs, or groups of inputs, are no multiples of 32, and what `pack_quantized` refuses.
+    `new` gives memory for what is read in every product, as `HugePages.new` does. None are weights whose inputs, or
+    groups of inputs, are no multiples of 32, and what `pack_quantized` refuses.
     """
     bias = None if bias is None else bias.float()
     are_rows_rounded = weight.inputs is Inputs.INT8
     if are_rows_rounded and _is_plain_int8(weight):
-        packed = pack_int8(weight.codes.view(torch.int8))
-        return Product.of_int8(keep(packed), weight.scale[:, 0].contiguous(), bias, weight.in_features)
-    found = pack_quantized(weight)
+        made = pack_int8(weight.codes.view(torch.int8))
+        packed = new(made.numel()).view(made.shape).copy_(made)
+        return Product.of_int8(packed, weight.scale[:, 0].contiguous(), bias, weight.in_features)
+    found = pack_quantized(weight, new)
     if found is None:
         return None
-    kept, is_four_bits = replace(found, packed=keep(found.packed)), weight.numbers is Numbers.UINT4
-    return Product.of_records(kept, bias, order=weight.order, are_rows_rounded=are_rows_rounded and is_four_bits)
+    is_four_bits = weight.numbers is Numbers.UINT4
+    return Product.of_records(found, bias, order=weight.order, are_rows_rounded=are_rows_rounded and is_four_bits)
 
 
 def _is_plain_int8(weight: QuantizedWeight) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
+from kernels.cpu.library import library, num_threads
+from kernels.cpu.products.new_bytes import NewBytes, new_bytes
 from kernels.cpu.products.records import (
     GROUP,
     INPUTS_OF_FACTORS,
-    PANEL,
     Codes,
     Offset,
     Records,
@@ -28,11 +28,14 @@ _TIMES = {Codes.E2M1: 0.5, Codes.E4M3: 256.0}  # of scales, as codes stand for t
 _INT4_ZERO = 8
 # What the largest of some factors may be, the likely first: files have 63 or little less (Q4_K), or -128 (Q6_K). Less
 # than half of the most can be doubled, unless what it is a factor of is too small for that.
-_LARGEST_FACTORS = (63, -128, *range(62, 31, -1), *range(127, 63, -1), *range(-127, -63), *range(31, 0, -1))
+_LARGEST_FACTORS = torch.tensor(
+    (63, -128, *range(62, 31, -1), *range(127, 63, -1), *range(-127, -63), *range(31, 0, -1)), dtype=torch.int32
+)
 
 
-def pack_quantized(weight: QuantizedWeight) -> RecordWeight | None:
-    """Its columns as they come, whatever its `order` and `inputs`. None where no record says the same numbers.
+def pack_quantized(weight: QuantizedWeight, new: NewBytes = new_bytes) -> RecordWeight | None:
+    """Its columns as they come, whatever its `order` and `inputs`. None where no record says the same numbers. `new`:
+    see `packed_weight.pack`.
 
     These are `fl(scale * code)` or, with an offset or a zero, numbers that one fused multiply-add makes of an exact
     product: so `weight.dequantized()`, but for the sign of a zero.
@@ -56,7 +59,7 @@ def pack_quantized(weight: QuantizedWeight) -> RecordWeight | None:
     if kept is None:
         return None
     records, head, lines = kept
-    return RecordWeight(records, _in_records(records, head, lines, weight.codes), *weight.codes.shape)
+    return RecordWeight(records, _in_records(records, head, lines, weight.codes, new), *weight.codes.shape)
 
 
 # A format; what precedes the lines of its records, and the lines, as parts [N, records or groups] of one type each.
@@ -106,59 +109,43 @@ def find_factors(numbers: torch.Tensor, count: int) -> tuple[torch.Tensor, torch
     # than packing.
     if len(numbers) > 1 and find_factors(numbers[:1], count) is None:
         return None
-    groups = numbers.unflatten(1, (-1, count)).flatten(0, 1)
-    largest = groups.gather(1, groups.abs().argmax(dim=1, keepdim=True))
-    base, factors = torch.zeros_like(largest), torch.zeros_like(groups)
-    left = largest[:, 0].nonzero()[:, 0]
-    for factor in _LARGEST_FACTORS:
-        if not len(left):
-            break
-        one = (largest[left] / factor).half().float()
-        several = (groups[left] / one).round_().clamp_(-128, 127)
-        fits = (several * one == groups[left]).all(dim=1) & one[:, 0].isfinite()
-        base[left[fits]], factors[left[fits]] = one[fits], several[fits]
-        left = left[~fits]
-    if len(left):
+    numbers = numbers.contiguous()
+    base, factors = (
+        numbers.new_empty(numbers.numel() // count, dtype=torch.float16),
+        numbers.new_empty(numbers.shape, dtype=torch.int8),
+    )
+    places = base.data_ptr(), factors.data_ptr(), numbers.data_ptr()
+    tried = _LARGEST_FACTORS.data_ptr(), len(_LARGEST_FACTORS)
+    if not library().find_factors(*places, len(base), count, *tried, num_threads()):
         return None
-    return base.half().view(len(numbers), -1), factors.to(torch.int8).view(numbers.shape)
+    return base.view(len(numbers), -1), factors
 
 
 def _in_records(
-    records: Records, head: list[torch.Tensor], lines: list[torch.Tensor], codes: torch.Tensor
+    records: Records, head: list[torch.Tensor], lines: list[torch.Tensor], codes: torch.Tensor, new: NewBytes
 ) -> torch.Tensor:
     """u8[panels, bytes]; head [N, records] and lines [N, groups] of any type, codes u8[N, K]."""
-    whole, rest = divmod(codes.shape[1], records.inputs)
+    out_features, in_features = codes.shape
     if records.codes.bits == 4:
         codes = (codes[:, ::2] | codes[:, 1::2] << 4).contiguous().view(torch.int32)  # 8 inputs a word
-    of_codes, of_lines = _by_panel([codes]), _by_panel(lines)
-    of_head = _by_panel(head) if head else of_lines[:, :whole, :0]
-    end, groups = len(codes[0]) * whole * records.inputs // (whole * records.inputs + rest), of_lines.shape[1]
-    parts = []
-    if whole:
-        num_lines = groups if rest == 0 else groups - 1
-        pieces = of_head, of_lines[:, :num_lines], of_codes[:, :end]
-        parts.append(torch.cat([piece.reshape(len(piece), whole, -1) for piece in pieces], dim=2).flatten(1))
-    if rest:  # the record of one group
-        parts += [of_lines[:, -1], of_codes[:, end:].flatten(1)]
-    return torch.cat(parts, dim=1).contiguous()
-
-
-def _by_panel(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Some [N, C] as u8[panels, C, bytes]: of 48 outputs what the first has for them, what the second has, ..."""
-    found = []
-    for part in parts:
-        filled = functional.pad(part.contiguous().view(torch.uint8), (0, 0, 0, -len(part) % PANEL)).view(part.dtype)
-        found.append(_turned(filled).view(torch.uint8))
-    return torch.cat(found, dim=2) if len(found) > 1 else found[0]
-
-
-def _turned(values: torch.Tensor) -> torch.Tensor:
-    """[48 panels, C] as [panels, C, 48]. Bytes first in fours: nearly twice as fast as one by one."""
-    if values.dtype.itemsize > 1 or values.shape[1] % 4:
-        turned: torch.Tensor = values.unflatten(0, (-1, PANEL)).transpose(1, 2)
-        return turned.contiguous()
-    fours: torch.Tensor = _turned(values.view(torch.int32)).view(values.dtype).unflatten(2, (PANEL, 4))
-    return fours.transpose(2, 3).flatten(1, 2)
+    whole, rest = divmod(in_features, records.inputs)
+    # Section by section: how many columns of each part are in a whole record.
+    sections = (
+        (head, 1),
+        (lines, records.inputs // records.group),
+        ([codes], codes.shape[1] * records.inputs // in_features),
+    )
+    kept, parts = [], []
+    for section, (tensors, of_record) in enumerate(sections):
+        for tensor in (each.contiguous() for each in tensors):
+            kept.append(tensor)
+            parts.append((section, tensor.data_ptr(), tensor.dtype.itemsize, tensor.shape[1], of_record))
+    described = torch.tensor(parts)
+    num_panels, panel_bytes = records.packed_shape(out_features, in_features)
+    packed = new(num_panels * panel_bytes).view(num_panels, panel_bytes)
+    sizes = out_features, whole, rest > 0, panel_bytes
+    library().pack_records(packed.data_ptr(), described.data_ptr(), len(parts), *sizes, num_threads())
+    return packed
 
 
 def _fits_float16(numbers: torch.Tensor) -> bool:

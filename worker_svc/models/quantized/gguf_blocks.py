@@ -24,11 +24,12 @@ import torch
 
 from kernels.quantized_weight import Numbers, QuantizedWeight
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
-from worker_svc.models.quantized.shaping import some_inputs
+from worker_svc.models.quantized.shaping import side_by_side, some_inputs
 
 if TYPE_CHECKING:
     from octavo.models.gguf_convert import GgufTensor
 
+_NUMBERS_AT_ONCE = 1 << 20  # what is made of them on the way stays in the caches
 Read = Callable[[torch.Tensor], QuantizedWeight]  # of u8[rows, blocks, bytes of a block]
 
 
@@ -49,9 +50,18 @@ class GgufBlocks(QuantizedTensor):
 
     def read(self, rows: range, columns: range, device: torch.device) -> QuantizedWeight:
         """See `QuantizedTensor`."""
-        part = np.array(self._tensor.blocks()[rows.start : rows.stop])  # a copy: the file's map is not writable
-        blocks = torch.from_numpy(part).to(device).unflatten(1, (-1, self._block_bytes))
-        return some_inputs(self.name, self._read(blocks), columns)
+        found, most = self._tensor.blocks(), max(_NUMBERS_AT_ONCE // self.shape[1], 1)
+        if device.type == "cpu":
+            # Here, so that a worker with a GPU waits for no compiler of CPU code.
+            from kernels.cpu.products.gguf_blocks import read_blocks
+
+            if (whole := read_blocks(self.kind, found[rows.start : rows.stop], self.shape[1])) is not None:
+                return some_inputs(self.name, whole, columns)
+        pieces = []
+        for start in range(rows.start, rows.stop, most):
+            part = np.array(found[start : min(start + most, rows.stop)])  # a copy: the file's map is not writable
+            pieces.append(self._read(torch.from_numpy(part).to(device).unflatten(1, (-1, self._block_bytes))))
+        return some_inputs(self.name, side_by_side(pieces), columns)
 
 
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:

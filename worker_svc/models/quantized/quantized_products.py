@@ -60,7 +60,7 @@ class QuantizedProducts:
 
     def _few_bits(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> QuantizedProduct | None:
         takes_memory = kernels_for(self._device).__name__ == "kernels.cpu"
-        options = {"keep": self._memory.keep} if takes_memory else {}
+        options = {"new": self._memory.new} if takes_memory else {}
         product: QuantizedProduct | None = kernels_for(self._device).quantized_product(weight, bias, **options)
         return product
 

@@ -10,7 +10,7 @@ import torch
 from kernels.quantized_weight import QuantizedWeight
 from worker_svc.models.quantized.shaping import side_by_side
 
-_NUMBERS_AT_ONCE = 1 << 24  # that are expanded to float32
+_NUMBERS_AT_ONCE = 1 << 20  # that are expanded to float32: they stay in the caches
 
 
 class QuantizedTensor(ABC):

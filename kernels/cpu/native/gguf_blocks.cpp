@@ -1,0 +1,81 @@
+// Blocks of a GGUF file as codes, scales and offsets (worker_svc/models/quantized/gguf_blocks.py says what is where, and
+// makes the same with torch). Everything is exact: a scale of a group is a product of float16 and a small integer.
+#include "products.h"
+
+namespace {
+
+enum { Q4_0, Q8_0, Q4_K, Q5_K, Q6_K };
+
+struct Weight {  // the place of a block in what is made of its weight; offset: 0 where there is none
+    uint8_t *codes;
+    float *scale, *offset;
+};
+
+float half_at(const uint8_t *block) {
+    Float16 halves[LANES] = {};
+    float numbers[LANES];
+    memcpy(halves, block, 2);
+    store(numbers, load(halves));
+    return numbers[0];
+}
+
+// Eight scales and offsets of 32 inputs, whose six bits each lie in 12 bytes behind d and dmin.
+void read_scales(const uint8_t *block, const Weight &to) {
+    float d = half_at(block), dmin = half_at(block + 2);
+    const uint8_t *low = block + 4, *middle = block + 8, *high = block + 12;
+    for (int i = 0; i < 4; i++) {
+        to.scale[i] = d * (float)(low[i] & 63), to.scale[4 + i] = d * (float)((high[i] & 15) | low[i] >> 6 << 4);
+        to.offset[i] = -(dmin * (float)(middle[i] & 63));
+        to.offset[4 + i] = -(dmin * (float)(high[i] >> 4 | middle[i] >> 6 << 4));
+    }
+}
+
+// 64 codes: the low halves of 32 bytes, then the high ones.
+void read_nibbles(const uint8_t *bytes, uint8_t *codes, int count) {
+    for (int i = 0; i < count; i++) codes[i] = bytes[i] & 15;
+    for (int i = 0; i < count; i++) codes[count + i] = bytes[i] >> 4;
+}
+
+void read_block(i64 kind, const uint8_t *block, const Weight &to) {
+    if (kind == Q4_0) {
+        to.scale[0] = half_at(block);
+        read_nibbles(block + 2, to.codes, 16);
+    } else if (kind == Q8_0) {
+        to.scale[0] = half_at(block);
+        memcpy(to.codes, block + 2, 32);
+    } else if (kind == Q6_K) {
+        float d = half_at(block + 208);
+        for (int i = 0; i < 16; i++) to.scale[i] = d * (float)(int8_t)block[192 + i];
+        for (int half = 0; half < 2; half++) {
+            const uint8_t *low = block + 64 * half, *high = block + 128 + 32 * half;
+            for (int part = 0; part < 4; part++) {
+                uint8_t *codes = to.codes + 128 * half + 32 * part;
+                const uint8_t *bytes = low + part % 2 * 32;
+                for (int i = 0; i < 32; i++)
+                    codes[i] = (uint8_t)(((bytes[i] >> part / 2 * 4 & 15) | (high[i] >> 2 * part & 3) << 4) - 32);
+            }
+        }
+    } else {
+        read_scales(block, to);
+        const uint8_t *bytes = block + (kind == Q4_K ? 16 : 48);
+        for (int chunk = 0; chunk < 4; chunk++) read_nibbles(bytes + 32 * chunk, to.codes + 64 * chunk, 32);
+        if (kind == Q4_K) return;
+        for (int group = 0; group < 8; group++)
+            for (int i = 0; i < 32; i++)
+                to.codes[32 * group + i] |= (uint8_t)((block[16 + i] >> group & 1) << 4);
+    }
+}
+
+}  // namespace
+
+// All blocks of some outputs, one output after the other.
+EXPORT void octavo_read_blocks(i64 kind, const uint8_t *blocks, uint8_t *codes, float *scale, float *offset,
+                               i64 num_blocks, i64 threads) {
+    const i64 AT_ONCE = 256, block_bytes[] = {18, 34, 144, 176, 210}, groups[] = {1, 1, 8, 8, 16};
+    i64 size = kind <= Q8_0 ? 32 : 256, num_groups = groups[kind];
+    for_each(threads, (num_blocks + AT_ONCE - 1) / AT_ONCE, [&](i64 item, i64) {
+        for (i64 i = item * AT_ONCE; i < smaller((item + 1) * AT_ONCE, num_blocks); i++)
+            read_block(kind, blocks + i * block_bytes[kind],
+                       {codes + i * size, scale + i * num_groups, offset ? offset + i * num_groups : 0});
+    });
+}

@@ -1,0 +1,99 @@
+// Records (records.h) put together from what their weight's outputs have row by row, and scales found to be factors
+// (kernels/cpu/products/quantized_records.py).
+#include "records.h"
+
+namespace {
+
+// One of the things that a record has for each output: `columns` numbers of `bytes` an output in all, some of them in
+// each whole record. Parts of one section take turns, column by column.
+struct Part {
+    i64 section, values, bytes, columns, of_record;
+};
+
+// A column of some outputs, zeros behind them.
+template <class T>
+void put_column(char *packed, i64 values, i64 stride, i64 rows) {
+    const T *from = (const T *)values;
+    T lanes[PANEL] = {};
+    for (i64 lane = 0; lane < rows; lane++) lanes[lane] = from[lane * stride];
+    memcpy(packed, lanes, sizeof lanes);
+}
+
+char *put_section(char *packed, const Part *parts, i64 num_parts, i64 first_row, i64 rows, i64 record, bool is_last) {
+    i64 first = record * parts->of_record, count = is_last ? parts->columns - first : parts->of_record;
+    for (i64 column = first; column < first + count; column++)
+        for (i64 i = 0; i < num_parts; i++) {
+            const Part &part = parts[i];
+            i64 values = part.values + (first_row * part.columns + column) * part.bytes;
+            if (part.bytes == 1) put_column<int8_t>(packed, values, part.columns, rows);
+            else if (part.bytes == 2) put_column<int16_t>(packed, values, part.columns, rows);
+            else put_column<int32_t>(packed, values, part.columns, rows);
+            packed += PANEL * part.bytes;
+        }
+    return packed;
+}
+
+// The numbers of a group as one float16 times bytes, the first of them that fits; false where none does.
+bool find_base(Float16 *base, int8_t *factors, const float *numbers, i64 count, const int32_t *largest_factors,
+               i64 num_largest) {
+    float x[LANES] = {}, made[LANES], largest = 0;
+    memcpy(x, numbers, count * sizeof(float));
+    for (i64 i = 0; i < count; i++) largest = __builtin_fabsf(x[i]) > __builtin_fabsf(largest) ? x[i] : largest;
+    memset(factors, 0, count), base->bits = 0;
+    if (largest == 0) {  // no number is larger: all are zeros, or some are NaN
+        for (i64 i = 0; i < count; i++)
+            if (x[i] != 0) return false;
+        return true;
+    }
+    for (i64 i = 0; i < num_largest; i++) {
+        Float16 halves[LANES];
+        store(halves, splat(largest / (float)largest_factors[i]));
+        F one = load(halves);
+        F several = min(max(rounded(load(x) / one), splat(-128.0f)), splat(127.0f));
+        store(made, several * one);
+        bool fits = true;
+        for (i64 k = 0; k < LANES; k++) fits &= made[k] == x[k];
+        if (!fits) continue;
+        int32_t integers[LANES];
+        store(integers, to_int(several));
+        for (i64 k = 0; k < count; k++) factors[k] = (int8_t)integers[k];
+        *base = halves[0];
+        return true;
+    }
+    return false;
+}
+
+}  // namespace
+
+// Fills `packed`: so many whole records a panel, and one of what is left where something is. Addresses, columns and
+// sizes of the parts, section after section.
+EXPORT void octavo_pack_records(char *packed, const void *parts, i64 num_parts, i64 out_features, i64 whole_records,
+                                i64 has_rest, i64 panel_bytes, i64 threads) {
+    const Part *all = (const Part *)parts;
+    for_each(threads, (out_features + PANEL - 1) / PANEL, [&](i64 panel, i64) {
+        char *place = packed + panel * panel_bytes;
+        i64 first_row = panel * PANEL, rows = smaller(out_features - first_row, PANEL);
+        for (i64 record = 0; record < whole_records + has_rest; record++)
+            for (i64 first = 0, end; first < num_parts; first = end) {
+                for (end = first + 1; end < num_parts && all[end].section == all[first].section;) end++;
+                place = put_section(place, all + first, end - first, first_row, rows, record, record == whole_records);
+            }
+    });
+}
+
+// `count` numbers in a row, up to 16, as bytes times a float16: 0 where some are not, to the bit but for the sign of a
+// zero. `largest_factors`: what the largest of a group may be, in the order in which these are tried.
+EXPORT i64 octavo_find_factors(void *bases, int8_t *factors, const float *numbers, i64 num_groups, i64 count,
+                               const int32_t *largest_factors, i64 num_largest, i64 threads) {
+    const i64 AT_ONCE = 4096;
+    int32_t fits = 1;
+    for_each(threads, (num_groups + AT_ONCE - 1) / AT_ONCE, [&](i64 item, i64) {
+        for (i64 group = item * AT_ONCE; group < smaller((item + 1) * AT_ONCE, num_groups); group++) {
+            if (!look_at(&fits)) return;
+            if (!find_base((Float16 *)bases + group, factors + group * count, numbers + group * count, count,
+                           largest_factors, num_largest))
+                __atomic_store_n(&fits, 0, __ATOMIC_SEQ_CST);
+        }
+    });
+    return fits;
+}
