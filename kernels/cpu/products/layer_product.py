@@ -11,7 +11,7 @@ import torch
 from kernels.cpu.elements import BFLOAT16, element_of
 from kernels.cpu.library import library, num_threads
 from kernels.cpu.products.packed_weight import kind_of_packed, packed_shape
-from kernels.cpu.products.records import FORMATS, GROUP, Codes, Records, RecordWeight
+from kernels.cpu.products.records import FORMATS, GROUP, Records, RecordWeight
 from kernels.int8_weight import GROUP as INT8_GROUP
 from kernels.int8_weight import PANEL as INT8_PANEL
 
@@ -30,7 +30,7 @@ FIELDS = (
 )
 PRODUCT = np.dtype([(name, np.int64) for name in FIELDS])  # `Product` of native/products.h
 _RECORD: Any = ctypes.c_int64 * len(FIELDS)
-_RECORDS, _PAIRS, _INT8, _INT4 = 2, 3, 4, 5  # `Kind`
+_RECORDS, _PAIRS, _INT8, _ROUNDED_RECORDS = 2, 3, 4, 5  # `Kind`
 
 
 class Product:
@@ -78,7 +78,7 @@ class Product:
     ) -> Product:
         """A weight in records. `order` i64[in_features]: which inputs of a row its columns are for, in turn.
 
-        `are_rows_rounded`: to 8 bits as they come, as those of `of_int8`; codes are UINT4 or INT4 then:
+        `are_rows_rounded`: to 8 bits as they come, as those of `of_int8`:
 
             out[t, o] = bias[o] + sum_g step[t, g] * sum_{k in g} p[t, k] W[o, k]
 
@@ -91,11 +91,12 @@ class Product:
             raise ValueError(f"order {tuple(order.shape)} of {order.dtype} is not int64 for {in_features} inputs")
         if order is not None and not torch.equal(order.sort().values, torch.arange(in_features)):
             raise ValueError(f"order does not have each of {in_features} inputs once")
-        if are_rows_rounded and weight.records.codes not in (Codes.UINT4, Codes.INT4):
-            raise ValueError(f"rows that are rounded are not multiplied by {weight.records.codes.name}")
+        codes = weight.records.codes
+        if not (codes.are_for_rounded_rows if are_rows_rounded else codes.are_for_plain_rows):
+            raise ValueError(f"rows that are {'' if are_rows_rounded else 'not '}rounded are not multiplied by {codes.name}")
         if not are_rows_rounded and in_features % GROUP:
             raise ValueError(f"{in_features} inputs are not whole groups of {GROUP}")
-        kind, sizes = _INT4 if are_rows_rounded else _RECORDS, (weight.out_features, in_features)
+        kind, sizes = _ROUNDED_RECORDS if are_rows_rounded else _RECORDS, (weight.out_features, in_features)
         order = None if order is None else order.contiguous()
         return cls(kind, weight.packed, None, bias, *sizes, records=weight.records, order=order)
 
