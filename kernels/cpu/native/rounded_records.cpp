@@ -12,7 +12,7 @@
 
 namespace {
 
-const i64 MOST_ROWS = 4;       // of a tile
+const i64 MOST_ROWS = 4;       // of a tile; others have 2 or 1
 const i64 NARROW_ROWS = 2;     // up to which few registers take all columns at once
 const i64 SOON_BYTES = 4096;   // how far tiles of fewer rows ask ahead of what they read
 const i64 HALF = GROUP / 2, QUADS_OF_HALF = HALF / 4;
@@ -48,107 +48,105 @@ struct Work {
     const float *bias;  // of the panel
 };
 
-// Up to MOST_ROWS rows by COLUMNS vectors of outputs, from `lane` on. With each piece so many lines of `next` are
-// prefetched, or what lies SOON_BYTES ahead.
+// ROWS rows by COLUMNS vectors of outputs, from `lane` on. Totals [ROWS, 48] stay in memory, where registers have sums
+// and codes. With each piece so many lines of `next` are prefetched.
 template <class Codes, int PIECE, int ROWS, int COLUMNS>
-void tile(const Work &work, const Group *groups, i64 lane, float *out, i64 out_stride, const char *next, i64 lines) {
-    const RecordLayout &layout = work.layout;
-    const bool has_offsets = work.records.second != NO_OFFSET;
-    const i64 depth = work.num_groups * GROUP, half_bytes = layout.step * HALF / 8;
-    F totals[ROWS][COLUMNS];
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 3
-        for (int v = 0; v < COLUMNS; v++) totals[r][v] = load(work.bias + lane + v * LANES);
+__attribute__((noinline)) void tile(const Work &work, const Group *groups, i64 lane, float *totals, const char *next, i64 lines) {
+    const RecordLayout layout = work.layout;
+    const Records records = work.records;
+    const bool has_offsets = records.second != NO_OFFSET;
+    const i64 stride = work.num_groups, depth = stride * GROUP, half_bytes = layout.step * HALF / 8;
     const char *record = work.panel;
+    totals += lane;
     for (i64 k = 0; k < depth;) {
         const char *line = record + layout.head, *half = line + layout.lines + lane * 4;
         for (const i64 end = smaller(k + layout.inputs, depth); k < end; line += layout.line) {
             F scales[COLUMNS], offsets[COLUMNS];
-            if (has_offsets) read_line<true>(work.records, record, line, lane, scales, offsets);
-            else read_line<false>(work.records, record, line, lane, scales, offsets);
+            if (has_offsets) read_line<true>(records, record, line, lane, scales, offsets);
+            else read_line<false>(records, record, line, lane, scales, offsets);
             for (const i64 end_of_line = smaller(k + layout.group, end); k < end_of_line; k += PIECE) {
-                const Group *group = groups + k / GROUP;
-                const int32_t *minus_sum = PIECE == GROUP ? &group->minus_sum : &group->minus_half[k % GROUP / HALF];
-                const int8_t *numbers = group->numbers + k % GROUP;
-                const i64 row = work.num_groups;
-                if (lines) {
-                    for (i64 i = 0; i < lines; i++, next += CACHE_LINE) prefetch_second_level(next);
-                } else if (ROWS < MOST_ROWS && lane == 0) {
-                    for (i64 i = 0; i < PIECE / HALF * half_bytes; i += CACHE_LINE) prefetch(half + SOON_BYTES + i);
+                for (i64 i = 0; i < lines; i++, next += CACHE_LINE) {
+                    if (ROWS < MOST_ROWS) prefetch(next);
+                    else prefetch_second_level(next);
                 }
+                const i64 g = k / GROUP, first = PIECE == GROUP ? 0 : k % GROUP;
+                auto minus_sum = [&](int r) INLINED {
+                    const Group &group = groups[r * stride + g];
+                    return PIECE == GROUP ? group.minus_sum : group.minus_half[first / HALF];
+                };
                 I dots[ROWS][COLUMNS];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                 for (int r = 0; r < ROWS; r++) {
-                    I start = splat(0);
-                    if (Codes::LEAST) start = shift_left<Codes::LEAST>(splat(*at(minus_sum, r * row * sizeof(Group))));
+                    I start = Codes::LEAST ? shift_left<Codes::LEAST>(splat(minus_sum(r))) : splat(0);
 #pragma GCC unroll 3
                     for (int v = 0; v < COLUMNS; v++) dots[r][v] = start;
                 }
-#pragma GCC unroll 2
-                for (int h = 0; h < PIECE / HALF; h++, half += half_bytes) {
-#pragma GCC unroll 4
-                    for (int i = 0; i < QUADS_OF_HALF; i++) {
-                        I codes[COLUMNS];
-#pragma GCC unroll 3
-                        for (int v = 0; v < COLUMNS; v++) codes[v] = Codes::read(half + v * CACHE_LINE, i);
-#pragma GCC unroll 4
-                        for (int r = 0; r < ROWS; r++) {
-                            I inputs = splat_at(at(numbers, r * row * sizeof(Group)) + h * HALF + i * 4);
-#pragma GCC unroll 3
-                            for (int v = 0; v < COLUMNS; v++) dots[r][v] = dot_bytes(dots[r][v], codes[v], inputs);
-                        }
-                    }
-                }
-#pragma GCC unroll 4
-                for (int r = 0; r < ROWS; r++) {
-                    const Group &of_row = group[r * row];
+#pragma GCC unroll 8
+                for (int quad = 0; quad < PIECE / 4; quad++) {
+                    const char *from = half + quad / QUADS_OF_HALF * half_bytes;
+                    I codes[COLUMNS];
 #pragma GCC unroll 3
                     for (int v = 0; v < COLUMNS; v++)
-                        totals[r][v] = fma(to_float(dots[r][v]) * scales[v], splat_at(&of_row.scale), totals[r][v]);
-                    if (!has_offsets) continue;
-                    F sum = PIECE == GROUP ? splat_at(&of_row.sum)
-                                           : splat(of_row.scale * -(float)*at(minus_sum, r * row * sizeof(Group)));
+                        codes[v] = Codes::read(from + v * CACHE_LINE, quad % QUADS_OF_HALF);
+#pragma GCC unroll 8
+                    for (int r = 0; r < ROWS; r++) {
+                        I inputs = splat_at(groups[r * stride + g].numbers + first + quad * 4);
 #pragma GCC unroll 3
-                    for (int v = 0; v < COLUMNS; v++) totals[r][v] = fma(offsets[v], sum, totals[r][v]);
+                        for (int v = 0; v < COLUMNS; v++) dots[r][v] = dot_bytes(dots[r][v], codes[v], inputs);
+                    }
+                }
+                half += PIECE / HALF * half_bytes;
+#pragma GCC unroll 8
+                for (int r = 0; r < ROWS; r++) {
+                    in_order();  // totals of all rows at once would need registers that sums have
+                    const Group &group = groups[r * stride + g];
+                    F step = splat_at(&group.scale);
+#pragma GCC unroll 3
+                    for (int v = 0; v < COLUMNS; v++) {
+                        float *total = totals + r * PANEL + v * LANES;
+                        F sum = fma(to_float(dots[r][v]) * scales[v], step, load(total));
+                        if (has_offsets) {
+                            F of_row = PIECE == GROUP ? splat_at(&group.sum) : splat(group.scale * -(float)minus_sum(r));
+                            sum = fma(offsets[v], of_row, sum);
+                        }
+                        store(total, sum);
+                    }
                 }
             }
         }
         record = half - lane * 4;
     }
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 3
-        for (int v = 0; v < COLUMNS; v++) store(out + r * out_stride + lane + v * LANES, totals[r][v]);
 }
 
 template <class Codes, int PIECE, int COLUMNS, int ROWS>
-void tile_of(i64 rows, const Work &work, const Group *groups, i64 lane, float *out, i64 out_stride, const char *next,
-             i64 lines) {
-    if (rows == ROWS) tile<Codes, PIECE, ROWS, COLUMNS>(work, groups, lane, out, out_stride, next, lines);
-    else if constexpr (ROWS > 1)
-        tile_of<Codes, PIECE, COLUMNS, ROWS - 1>(rows, work, groups, lane, out, out_stride, next, lines);
+void tile_of(i64 rows, const Work &work, const Group *groups, i64 lane, float *totals, const char *next, i64 lines) {
+    if (rows == ROWS) tile<Codes, PIECE, ROWS, COLUMNS>(work, groups, lane, totals, next, lines);
+    else if constexpr (ROWS > 1) tile_of<Codes, PIECE, COLUMNS, ROWS / 2>(rows, work, groups, lane, totals, next, lines);
 }
 
 // A panel by all rows, out [rows, 48]. `next`: the bytes that follow, which all tiles prefetch together; or 0.
 template <class Codes, int PIECE>
 void multiply_panel(const Work &work, const Group *groups, i64 rows, float *out, i64 out_stride, const char *next) {
     i64 bytes = work.layout.panel_bytes(work.num_groups * GROUP), pieces = work.num_groups * (GROUP / PIECE);
-    i64 tiles = larger(rows / MOST_ROWS, 1), lines = 0;
-    if (next && pieces) lines = (bytes / CACHE_LINE + tiles * pieces - 1) / (tiles * pieces);
+    i64 tiles = larger(rows / MOST_ROWS, 1);
+    if (rows < MOST_ROWS) next = work.panel + SOON_BYTES;
+    i64 lines = next && pieces ? (bytes / CACHE_LINE + tiles * pieces - 1) / (tiles * pieces) : 0;
     const char *end = next + bytes;
-    for (i64 row = 0; row < rows; row += MOST_ROWS) {
-        i64 count = smaller(rows - row, MOST_ROWS), some = rows >= MOST_ROWS && next < end ? lines : 0;
+    alignas(CACHE_LINE) float totals[MOST_ROWS * PANEL];
+    for (i64 row = 0, count = MOST_ROWS; row < rows; row += count) {
+        while (count > rows - row) count /= 2;
+        for (i64 r = 0; r < count; r++) memcpy(totals + r * PANEL, work.bias, sizeof(float) * PANEL);
+        i64 some = next < end ? lines : 0;
         const Group *from = groups + row * work.num_groups;
-        float *to = out + row * out_stride;
         if (HAS_WIDE_REGISTERS) {
-            tile_of<Codes, PIECE, VECTORS, MOST_ROWS>(count, work, from, 0, to, out_stride, next, some);
+            tile_of<Codes, PIECE, VECTORS, MOST_ROWS>(count, work, from, 0, totals, next, some);
         } else if (count <= NARROW_ROWS) {
-            tile_of<Codes, PIECE, VECTORS, NARROW_ROWS>(count, work, from, 0, to, out_stride, next, some);
+            tile_of<Codes, PIECE, VECTORS, NARROW_ROWS>(count, work, from, 0, totals, next, some);
         } else {
             for (i64 lane = 0; lane < PANEL; lane += LANES)
-                tile_of<Codes, PIECE, 1, MOST_ROWS>(count, work, from, lane, to, out_stride, next, lane ? 0 : some);
+                tile_of<Codes, PIECE, 1, MOST_ROWS>(count, work, from, lane, totals, next, lane ? 0 : some);
         }
+        for (i64 r = 0; r < count; r++) memcpy(out + (row + r) * out_stride, totals + r * PANEL, sizeof(float) * PANEL);
         next += pieces * some * CACHE_LINE;
     }
 }
