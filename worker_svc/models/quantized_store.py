@@ -1,9 +1,10 @@
 """The products of a model that are quantised when it is loaded, to eight bits or four: made once, and read from a file
 at every later start.
 
-A float32 weight that is one of four bits (`few_bits_fit` finds it) keeps these, whatever is asked for (`Int4Linear`).
-Any other is quantised, and one that the checkpoint has in few bits is expanded first: with int8 to eight bits
-(`Int8Linear`), with int4 to four, but for the head, which takes eight.
+A weight that the checkpoint has in few bits keeps its numbers: with int8 all integers, with int4 those of up to six
+bits. It is no product of this store, which only says so (`keeps`). A float32 weight that is one of four bits
+(`few_bits_fit` finds it) keeps these, whatever is asked for (`Int4Linear`). Any other is quantised, expanded first
+where it has few bits: with int8 to eight bits (`Int8Linear`), with int4 to four, but for the head, which takes eight.
 
 The file lies in Octavo's cache, beside the models. Its name holds the model's hash, the type that the weights were read
 in, the quantisation and the version of the layout: a file that is there fits. It is written whole and then renamed. One
@@ -24,6 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kernels.int8_weight import GROUP, PANEL, pack_int8, quantize_int8
+from kernels.quantized_weight import Numbers
 from octavo.models.safetensors_stream import PendingTensor, write_safetensors
 from octavo.shared.cache import cache_dir
 from worker_svc.host.huge_pages import HugePages
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-_LAYOUT_VERSION = 3  # to be counted up with every change of what is made of the same weights
+_LAYOUT_VERSION = 4  # to be counted up with every change of what is made of the same weights
 _PACKED, _SCALE, _RECORDS, _BIAS = "packed", "scale", "records", "bias"
 GROUPS = {"int4": 32, "int4-128": 128}  # inputs that share a scale; int8 has one an output
 
@@ -49,7 +51,7 @@ class QuantizedStore:
         """For the quantization of `config`; `path` None keeps nothing for later starts."""
         self._path, self._started_s = path, time.monotonic()
         self._quantization, self._group = config.quantization, GROUPS.get(config.quantization)
-        self._head = config.style.names.head
+        self._heads = config.style.names.head, config.style.names.embedding  # the latter where it is tied
         self._products: dict[str, Int8Linear | Int4Linear] = {}
         self._num_made, self._memory = 0, HugePages()
         self._stored = _read(path) if path is not None else {}
@@ -62,6 +64,10 @@ class QuantizedStore:
         of_stage = f"-layers-{layers.start}-{layers.stop}" if part.stages.count > 1 else ""
         kind = f"{dtype}-{config.quantization}-{_LAYOUT_VERSION}{of_stage}"
         return cls(config, cache_dir() / "quantized" / f"{config.model_hash[:32]}-{kind}.safetensors")
+
+    def keeps(self, numbers: Numbers) -> bool:
+        """Whether a weight that the checkpoint has in these stays as it is, and only rows are rounded."""
+        return numbers in (Numbers.UINT4, Numbers.INT6) or (numbers is Numbers.INT8 and self._group is None)
 
     def find(self, name: str, out_features: int, in_features: int) -> Int8Linear | Int4Linear | None:
         """The product that an earlier start kept; None where there is none of these sizes."""
@@ -87,7 +93,7 @@ class QuantizedStore:
         bias = None if bias is None else bias.float()
         if (found := four_bits.find_four_bits(weight)) is not None:
             return self._keep_four_bits(name, found, bias)
-        if self._group is not None and name != self._head:
+        if self._group is not None and not name.endswith(self._heads):
             return self._keep_four_bits(name, four_bits.quantize_four_bits(weight, self._group), bias)
         quantized, scale = quantize_int8(weight)
         return self._keep(name, pack_int8(quantized), scale, bias)

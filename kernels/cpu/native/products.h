@@ -29,14 +29,20 @@ struct Product {
     i64 num_in, num_out;
     Records records;   // of WEIGHT_RECORDS and ROUNDED_RECORDS
     const i64 *order;  // or 0; which input of a row the weight's are for, in turn
+    const Product *next;  // or 0; of the same rows, prepared alike: its outputs lie behind these
 };
+INLINE i64 outputs_of(const Product &product) {
+    i64 count = 0;
+    for (const Product *part = &product; part; part = part->next) count += part->num_out;
+    return count;
+}
 
 INLINE i64 element_bytes(i64 element) { return element == FLOAT32 ? 4 : 2; }
 
 enum { PHASES_OF_PRODUCT = 2 };
 // Bytes that `multiply` needs for so many rows.
 i64 workspace_bytes(const Product &product, i64 element, i64 rows);
-// out [rows, num_out] = x [rows, num_in] W^T + bias, by all threads of a team; strides in elements.
+// out [rows, outputs_of(product)] = x [rows, num_in] W^T + bias, by all threads of a team; strides in elements.
 void multiply(Team &team, const Product &product, i64 element, void *out, i64 out_stride, const void *x, i64 x_stride,
               i64 rows, char *workspace);
 

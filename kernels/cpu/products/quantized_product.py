@@ -1,9 +1,9 @@
 """Products with quantised weights of any format (`kernels.quantized_weight`).
 
-Rows are multiplied as they are, unless the weight says `Inputs.INT8`: every sum starts with the bias and runs over the weight's columns in order, one fused
-multiply-add after the other, with the numbers of `QuantizedWeight.dequantized()`. So a product has the bits of the
-float32 product with these (with an `order`, of both in that order). Where a format's author has rows rounded to 8-bit
-floats they stay as they are, too, which is nearer to the model before it was quantised.
+Rows are multiplied as they are, unless the weight says `Inputs.INT8`: every sum starts with the bias and runs over the
+weight's columns in order, one fused multiply-add after the other, with the numbers of `QuantizedWeight.dequantized()`.
+So a product has the bits of the float32 product with these (with an `order`, of both in that order). Where a format's
+author has rows rounded to 8-bit floats they stay as they are, too: that is nearer to the model before it was quantised.
 
 Rows of `Inputs.INT8` are rounded as `int8_linear` does it, by 32 inputs, and multiplied by the same numbers of the
 weight: `Product.of_records` has the formula. Weights of floats (E4M3, E2M1) have no such product.
