@@ -73,6 +73,11 @@ KINDS = [
     Kind("Q6_K", Records(Codes.INT8, Scale.FACTOR, Offset.NOTHING, 16)),
     Kind("Q8_0", Records(Codes.INT8, _GGUF_SCALE, Offset.NOTHING, 32)),
     Kind("fp8, blocks of 128", Records(Codes.E4M3, Scale.FLOAT32, Offset.NOTHING, 128)),
+    Kind("Q4_0, rounded rows", Records(Codes.INT4, _GGUF_SCALE, Offset.NOTHING, 32), are_rows_rounded=True),
+    Kind("Q4_K, rounded rows", Records(Codes.UINT4, Scale.FACTOR, Offset.FACTOR, 32), are_rows_rounded=True),
+    Kind("AWQ, GPTQ, rounded rows", Records(Codes.UINT4, _GGUF_SCALE, _ZERO, 128), are_rows_rounded=True),
+    Kind("Q6_K, rounded rows", Records(Codes.INT6, Scale.FACTOR, Offset.NOTHING, 16), are_rows_rounded=True),
+    Kind("Q8_0, rounded rows", Records(Codes.QUADS, _GGUF_SCALE, Offset.NOTHING, 32), are_rows_rounded=True),
 ]
 
 

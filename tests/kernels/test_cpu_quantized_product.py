@@ -151,13 +151,13 @@ def test_nothing_beside_a_row_is_read_or_written_and_nan_stays_in_it(name: str) 
 
 
 def test_the_memory_that_is_kept_is_the_one_that_is_given() -> None:
-    kept = []
+    kept: list[torch.Tensor] = []
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor.clone())
+    def new(num_bytes: int) -> torch.Tensor:
+        kept.append(torch.empty(num_bytes, dtype=torch.uint8))
         return kept[-1]
 
-    product = cpu.quantized_product(awq(50, 256, random()), None, keep)
+    product = cpu.quantized_product(awq(50, 256, random()), None, new)
     assert product is not None and product.record[1] == kept[0].data_ptr()
 
 

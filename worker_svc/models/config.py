@@ -87,8 +87,12 @@ class ModelConfig:
             plain = self.num_layers * attention if usual.is_of_experts else 0
             return (2 * table + plain) * self.dtype.itemsize + int((layers - plain) * usual.bits_per_number / 8)
         of_head = self.dtype.itemsize if self.quantization in ("", "fp8") else 1
-        of_layers = self.dtype.itemsize if not self.quantization else _BYTES_A_NUMBER[self.quantization]
-        return table * (self.dtype.itemsize + of_head) + int(layers * of_layers)
+        return table * (self.dtype.itemsize + of_head) + int(layers * self.bytes_per_number)
+
+    @property
+    def bytes_per_number(self) -> float:
+        """Of a layer's product that is made of plain weights."""
+        return _BYTES_A_NUMBER.get(self.quantization, self.dtype.itemsize)
 
     @classmethod
     def from_folder(

@@ -8,9 +8,9 @@ from types import ModuleType
 import torch
 
 from worker_svc.models.attention import AttentionMetadata
+from worker_svc.models.compiled_linear import CompiledLinear
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder_layer import DecoderLayer
-from worker_svc.models.linear import CompiledLinear
 from worker_svc.models.mlp import Mlp
 from worker_svc.models.norm import Norm, RmsNorm
 

@@ -12,7 +12,6 @@ from worker_svc.models.linear import take_linear, tied_linear
 from worker_svc.models.norm import NoNorm, Norm, take_norm
 from worker_svc.models.parts import ModelPart, vocabulary_part
 from worker_svc.models.quantized.fp8_store import Fp8Store
-from worker_svc.models.quantized_store import QuantizedStore
 from worker_svc.models.weights import Weights
 
 
@@ -39,7 +38,7 @@ class Head:
             weights.ignore(f"{names.head}.weight")
         table = base + names.embedding if is_tied else names.head
         # A tied table of few bits is multiplied as it is stored; the embedding's own copy is expanded.
-        if is_tied and (isinstance(weights.store, QuantizedStore) or not weights.format_of(f"{table}.weight")):
+        if is_tied and not weights.format_of(f"{table}.weight"):
             embedding = take_embedding(part, weights, base) if embedding is None else embedding
             self._product = tied_linear(weights, names.head, embedding)
         else:

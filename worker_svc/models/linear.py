@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
@@ -12,9 +12,6 @@ from worker_svc.models.fused_parts import in_order, stored_rows
 from worker_svc.models.quantized.fp8_store import Fp8Store
 from worker_svc.models.quantized.quantized_layer import drop_zero_biases, take_quantized
 from worker_svc.models.weights import Weights
-
-if TYPE_CHECKING:
-    from kernels.cpu.products.layer_product import Product
 
 
 class Linear(Protocol):
@@ -26,14 +23,6 @@ class Linear(Protocol):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in_features], contiguous, to [T, out_features]."""
-
-
-@runtime_checkable
-class CompiledLinear(Protocol):
-    """A dense layer that compiled code can multiply by itself (`FusedLayers`)."""
-
-    def compiled(self, in_features: int) -> Product:
-        """What it needs for that. Raises ValueError where the layer has not so many inputs."""
 
 
 def take_linear(
@@ -55,7 +44,7 @@ def take_linear(
     goes with the first of them, for this product is then one of several to be summed.
     `is_transposed`: stored [in, out], all under one name. `num_turns`: stored as so many equal shares of the first
     part, the second, ..., and again, as one head's query, key and value may lie before the next one's. `is_exact`:
-    never quantised.
+    never quantised, and its rows are not rounded.
     """
     outputs = [range(size) for size in sizes] if outputs is None else outputs
     inputs = range(in_features) if inputs is None else inputs
@@ -72,14 +61,13 @@ def take_linear(
             weights.ignore(f"{name}.weight")
             weights.ignore(f"{name}.bias")
         return found
-    if has_quantized and (store is None or is_exact or isinstance(store, Fp8Store)):
-        return take_quantized(
-            weights, names, sizes, in_features, outputs, inputs, is_biased=is_biased, num_turns=num_turns
-        )
+    if has_quantized:
+        own = {"is_biased": is_biased, "num_turns": num_turns, "is_exact": is_exact}
+        return take_quantized(weights, names, sizes, in_features, outputs, inputs, **own)
     whole = [sum(sizes)] if len(names) == 1 else sizes
     rows = stored_rows(sizes, outputs, num_turns, is_fused=len(names) == 1)
     stored = [f"{name}.weight" for name in names]
-    if is_transposed and not has_quantized:  # those are [out, in] whatever the others are
+    if is_transposed:  # those are [out, in] whatever the others are
         (size,) = whole
         weight = weights.take_matrix(stored, [in_features], size, rows=[inputs], columns=rows, is_passing=True).t()
     else:

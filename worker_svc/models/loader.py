@@ -26,7 +26,6 @@ from worker_svc.models.logit_reader import LogitReader
 from worker_svc.models.parts import ModelPart
 from worker_svc.models.quantized.checkpoint_format import with_quantized
 from worker_svc.models.quantized.fp8_store import Fp8Store
-from worker_svc.models.quantized.quantized_products import QuantizedProducts
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
 from worker_svc.models.quantized_store import QuantizedStore
 from worker_svc.models.stacked_experts import with_experts_apart
@@ -166,23 +165,24 @@ def _checkpoint(folder: Path, part: ModelPart, device: torch.device, load_format
     store = _store(part, device, is_kept=True)
     weights = CheckpointWeights(folder, tensors, config.dtype, device, progress, store)
     if device.type == "cpu":
-        _check_memory(part, device, _weights_bytes(config, tensors, weights.quantized))
+        _check_memory(part, device, _weights_bytes(config, tensors, weights))
     return weights
 
 
-def _weights_bytes(config: ModelConfig, tensors: Tensors, quantized: QuantizedProducts) -> int:
+def _weights_bytes(config: ModelConfig, tensors: Tensors, weights: CheckpointWeights) -> int:
     """What the weights of a checkpoint take on the device; of those that are quantised in it, what products keep."""
-    if config.quantization or not any(isinstance(tensor, QuantizedTensor) for tensor in tensors.values()):
+    if not any(isinstance(tensor, QuantizedTensor) for tensor in tensors.values()):
         return config.weights_bytes
+    keeps = weights.store.keeps if isinstance(weights.store, QuantizedStore) else None
     total, head = 0.0, f"{config.style.names.head}.weight"
     is_tied = config.tie_word_embeddings and not isinstance(tensors.get(head), QuantizedTensor)
     for name, tensor in tensors.items():
         if is_tied and name == head:  # not read
             continue
         is_table = name.endswith(f"{config.style.names.embedding}.weight")
-        of_product = float(config.dtype.itemsize)
+        of_product = config.bytes_per_number
         if isinstance(tensor, QuantizedTensor):
-            of_product = quantized.bytes_per_number(tensor)
+            of_product = weights.quantized.bytes_per_number(tensor, of_product, keeps)
         # Of the embedding rows are copied, so it is expanded; as a tied head it is a product as well.
         has_product = not is_table or is_tied
         bytes_per_number = of_product * has_product + config.dtype.itemsize * is_table

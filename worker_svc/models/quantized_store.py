@@ -1,9 +1,10 @@
 """The products of a model that are quantised when it is loaded, to eight bits or four: made once, and read from a file
 at every later start.
 
-A float32 weight that is one of four bits (`few_bits_fit` finds it) keeps these, whatever is asked for (`Int4Linear`).
-Any other is quantised, and one that the checkpoint has in few bits is expanded first: with int8 to eight bits
-(`Int8Linear`), with int4 to four, but for the head, which takes eight.
+A weight that the checkpoint has in few bits keeps its numbers: with int8 all integers, with int4 those of up to six
+bits. It is no product of this store, which only says so (`keeps`). A float32 weight that is one of four bits
+(`few_bits_fit` finds it) keeps these, whatever is asked for (`Int4Linear`). Any other is quantised, expanded first
+where it has few bits: with int8 to eight bits (`Int8Linear`), with int4 to four, but for the head, which takes eight.
 
 The file lies in Octavo's cache, beside the models. Its name holds the model's hash, the type that the weights were read
 in, the quantisation and the version of the layout: a file that is there fits. It is written whole and then renamed. One
@@ -24,6 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kernels.int8_weight import GROUP, PANEL
+from kernels.quantized_weight import Numbers
 from octavo.models.safetensors_stream import PendingTensor, write_safetensors
 from octavo.shared.cache import cache_dir
 from worker_svc.host.huge_pages import HugePages
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 _Kept = TypeVar("_Kept", Int8Linear, Int4Linear)
-_LAYOUT_VERSION = 3  # to be counted up with every change of what is made of the same weights
+_LAYOUT_VERSION = 4  # to be counted up with every change of what is made of the same weights
 _PACKED, _SCALE, _RECORDS, _BIAS = "packed", "scale", "records", "bias"
 GROUPS = {"int4": 32, "int4-128": 128}  # inputs that share a scale; int8 has one an output
 
@@ -50,7 +52,8 @@ class QuantizedStore:
         """For the quantization of `config`; `path` None keeps nothing for later starts."""
         self._path, self._started_s = path, time.monotonic()
         self._quantization, self._group = config.quantization, GROUPS.get(config.quantization)
-        self._head, self._may_have_four_bits = config.style.names.head, config.dtype == torch.float32
+        self._heads = config.style.names.head, config.style.names.embedding  # the latter where it is tied
+        self._may_have_four_bits = config.dtype == torch.float32
         self._products: dict[str, Int8Linear | Int4Linear] = {}
         self._num_made, self._memory = 0, HugePages()
         self._stored = _read(path) if path is not None else {}
@@ -63,6 +66,10 @@ class QuantizedStore:
         of_stage = f"-layers-{layers.start}-{layers.stop}" if part.stages.count > 1 else ""
         kind = f"{dtype}-{config.quantization}-{_LAYOUT_VERSION}{of_stage}"
         return cls(config, cache_dir() / "quantized" / f"{config.model_hash[:32]}-{kind}.safetensors")
+
+    def keeps(self, numbers: Numbers) -> bool:
+        """Whether a weight that the checkpoint has in these stays as it is, and only rows are rounded."""
+        return numbers in (Numbers.UINT4, Numbers.INT6) or (numbers is Numbers.INT8 and self._group is None)
 
     def find(self, name: str, out_features: int, in_features: int) -> Int8Linear | Int4Linear | None:
         """The product that an earlier start kept; None where there is none of these sizes."""
@@ -90,7 +97,7 @@ class QuantizedStore:
         bias, new = None if bias is None else bias.float(), self._memory.new
         if self._may_have_four_bits and (found := four_bits.find_four_bits(weight, new)) is not None:
             return self._add(name, Int4Linear(found, bias))
-        if self._group is not None and name != self._head:
+        if self._group is not None and not name.endswith(self._heads):
             return self._add(name, Int4Linear(four_bits.quantize_four_bits(weight, self._group, new), bias))
         return self._add(name, Int8Linear(*eight_bits.quantize_eight_bits(weight, new), bias))
 

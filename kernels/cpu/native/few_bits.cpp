@@ -67,7 +67,7 @@ void tile(const Records &records, const RecordLayout &layout, const PanelWork &w
     Cursor at(layout, work.weight, first);
     for (i64 k = 0; k < depth; k += Codes::INPUTS_AT_ONCE, at.advance(Codes::INPUTS_AT_ONCE)) {
         F scales[VECTORS], offsets[VECTORS];
-        read_line<HAS_OFFSET>(records, at, 0, scales, offsets);
+        read_line<HAS_OFFSET>(records, at.record, at.line, 0, scales, offsets);
         const char *step = at.codes;
         for (int j = 0; j < Codes::INPUTS_AT_ONCE / STEP; j++, step += layout.step, x += STEP * 4) {
             for (i64 i = 0; i < step_bytes; i += CACHE_LINE) {

@@ -53,7 +53,7 @@ struct Pass {
 
     void multiply_rows(const Product &product, char *out, const char *x, i64 rows) {
         team.work = ON_PRODUCTS;
-        multiply(team, product, step.element, out, product.num_out, x, product.num_in, rows, step.workspace);
+        multiply(team, product, step.element, out, outputs_of(product), x, product.num_in, rows, step.workspace);
         team.work = ON_ROWS;
     }
 
@@ -82,7 +82,7 @@ struct Pass {
                 step.attended,
                 step.num_heads * step.head_size,
                 step.qkv,
-                layer.qkv.num_out,
+                outputs_of(layer.qkv),
                 step.num_heads,
                 cache_of(layer),
                 step.block_tables,
@@ -99,7 +99,7 @@ struct Pass {
     void before_attention(const Layer &layer) {
         norm(layer.input_norm, 0);
         multiply_rows(layer.qkv, step.qkv, step.normed, step.rows);
-        i64 row_bytes = layer.qkv.num_out * bytes, head_bytes = step.head_size * bytes;
+        i64 row_bytes = outputs_of(layer.qkv) * bytes, head_bytes = step.head_size * bytes;
         Cache cache = cache_of(layer);
         Norm query_norm = norm_of(layer.query_norm, step.head_size), key_norm = norm_of(layer.key_norm, step.head_size);
         share(team, step.rows, [&](i64 row, i64) {

@@ -46,6 +46,28 @@ void prepare_row(const Product &product, i64 element, const void *x, void *to) {
     if (is_quantized(product.kind)) quantize_row(FLOAT32, numbers, size, (Group *)to);
 }
 
+i64 panels_of(const Product &product) { return (product.num_out + PANEL - 1) / PANEL; }
+i64 panels_of_all(const Product &product) {
+    i64 count = 0;
+    for (const Product *part = &product; part; part = part->next) count += panels_of(*part);
+    return count;
+}
+
+// Which part of a product has this panel of all, and where.
+struct PanelPlace {
+    const Product *part;
+    i64 panel, column;  // of the part
+    i64 out_column;
+
+    PanelPlace(const Product &product, i64 panel) : part(&product), panel(panel), out_column(0) {
+        for (; this->panel >= panels_of(*part); part = part->next)
+            this->panel -= panels_of(*part), out_column += part->num_out;
+        column = this->panel * PANEL, out_column += column;
+    }
+    const char *weight() const { return part->weight + panel * panel_bytes(*part); }
+    bool is_last() const { return panel + 1 == panels_of(*part); }
+};
+
 // One panel and some rows.
 struct FloatItem {
     const Product &product;
@@ -56,25 +78,26 @@ struct FloatItem {
     i64 x_stride, rows, rows_at_once, num_panels;
 
     void operator()(i64 item, i64 end) const {
-        i64 row = item / num_panels * rows_at_once, panel = item % num_panels, column = panel * PANEL;
-        i64 count = smaller(rows - row, rows_at_once);
-        i64 width = smaller(product.num_out - column, PANEL);
+        PanelPlace place(product, item % num_panels);
+        const Product &part = *place.part;
+        i64 row = item / num_panels * rows_at_once, count = smaller(rows - row, rows_at_once);
+        i64 width = smaller(part.num_out - place.column, PANEL);
         float start[PANEL] = {};
-        if (product.bias) memcpy(start, product.bias + column, width * 4);
+        if (part.bias) memcpy(start, part.bias + place.column, width * 4);
         bool is_direct = width == PANEL && element == FLOAT32;
-        char *to = out + (row * out_stride + column) * element_bytes(element);
+        char *to = out + (row * out_stride + place.out_column) * element_bytes(element);
         float *sums = is_direct ? (float *)to : (float *)scratch(OF_ITEM, count * PANEL * 4);
         PanelWork work = {x + row * x_stride,
                           x_stride,
                           count,
-                          product.num_in,
-                          product.weight + panel * panel_bytes(product),
+                          part.num_in,
+                          place.weight(),
                           start,
                           sums,
                           is_direct ? out_stride : (i64)PANEL,
-                          panel + 1 < num_panels && item + 1 < end};
-        if (product.kind == WEIGHT_RECORDS) add_few_bits(product.records, work);
-        else add_floats(product.kind, work);
+                          !place.is_last() && item + 1 < end};
+        if (part.kind == WEIGHT_RECORDS) add_few_bits(part.records, work);
+        else add_floats(part.kind, work);
         if (!is_direct) write_sums(sums, count, width, element, to, out_stride);
     }
 };
@@ -111,25 +134,24 @@ void multiply(Team &team, const Product &product, i64 element, void *out, i64 ou
     share(team, prepared ? rows : 0,
           [&](i64 row, i64) { prepare_row(product, element, from + row * stride, workspace + row * prepared); });
     if (prepared) from = workspace, stride = prepared;
-    i64 num_panels = (product.num_out + PANEL - 1) / PANEL;
+    i64 num_panels = panels_of_all(product);
     if (!is_quantized(product.kind)) {
         i64 at_once = ROWS_BYTES / (4 * larger(product.num_in, 1)) / 16 * 16 + 16;
         FloatItem item = {product, element, (char *)out, out_stride, from, stride, rows, at_once, num_panels};
         share(team, (rows + at_once - 1) / at_once * num_panels, item);
         return;
     }
-    i64 bytes = panel_bytes(product);
     share(team, rows ? num_panels : 0, [&](i64 panel, i64 end) {
-        i64 column = panel * PANEL;
-        multiply_quantized(product, (const Group *)from, rows, product.weight + panel * bytes, column, element,
-                           (char *)out + column * size, out_stride, panel + 1 < end);
+        PanelPlace place(product, panel);
+        multiply_quantized(*place.part, (const Group *)from, rows, place.weight(), place.column, element,
+                           (char *)out + place.out_column * size, out_stride, !place.is_last() && panel + 1 < end);
     });
 }
 
 EXPORT void octavo_multiply(const Product *product, i64 element, void *out, i64 out_stride, const void *x, i64 x_stride,
                             i64 rows, i64 threads) {
     char *workspace = (char *)scratch(OF_CALL, workspace_bytes(*product, element, rows));
-    threads = smaller(threads, (product->num_out + PANEL - 1) / PANEL);
+    threads = smaller(threads, panels_of_all(*product));
     in_parallel(threads, PHASES_OF_PRODUCT, [&](Team &team) {
         team.work = ON_PRODUCTS;
         multiply(team, *product, element, out, out_stride, x, x_stride, rows, workspace);

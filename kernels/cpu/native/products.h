@@ -5,10 +5,11 @@
 enum Element { FLOAT32, BFLOAT16 };  // of rows
 // How a weight is kept. Of the first four numbers say exactly what the weight is, and rows are not rounded; PAIRS are
 // of bfloat16, for rows of bfloat16; of the rest rows are quantised as they come.
-enum Kind { WEIGHT_FLOAT32, WEIGHT_BFLOAT16, WEIGHT_RECORDS, WEIGHT_PAIRS, INT8, INT4 };
+enum Kind { WEIGHT_FLOAT32, WEIGHT_BFLOAT16, WEIGHT_RECORDS, WEIGHT_PAIRS, INT8, ROUNDED_RECORDS };
 
-// What records consist of (records.h); of INT4 they have codes of four bits without a table of their own.
-enum Codes { CODES_UINT4, CODES_INT4, CODES_E2M1, CODES_INT8, CODES_E4M3 };  // 0 .. 15, -8 .. 7, doubled, 1 / 256
+// What records consist of (records.h): 0 .. 15, -8 .. 7, doubled, bytes, 1 / 256; and for rounded rows alone -32 .. 31
+// and bytes in quads. Those of rounded rows are UINT4, INT4 and these two.
+enum Codes { CODES_UINT4, CODES_INT4, CODES_E2M1, CODES_INT8, CODES_E4M3, CODES_INT6, CODES_QUADS };
 enum Scale { SCALE_FLOAT16, SCALE_FLOAT32, SCALE_FACTOR };
 enum Second { NO_OFFSET, OFFSET_FLOAT16, ZERO, OFFSET_FACTOR };  // of ZERO the offset is -scale zero
 struct Records {
@@ -26,16 +27,22 @@ struct Product {
     const float *scale;  // of INT8, one an output
     const float *bias;   // or 0
     i64 num_in, num_out;
-    Records records;   // of WEIGHT_RECORDS and INT4
+    Records records;   // of WEIGHT_RECORDS and ROUNDED_RECORDS
     const i64 *order;  // or 0; which input of a row the weight's are for, in turn
+    const Product *next;  // or 0; of the same rows, prepared alike: its outputs lie behind these
 };
+INLINE i64 outputs_of(const Product &product) {
+    i64 count = 0;
+    for (const Product *part = &product; part; part = part->next) count += part->num_out;
+    return count;
+}
 
 INLINE i64 element_bytes(i64 element) { return element == FLOAT32 ? 4 : 2; }
 
 enum { PHASES_OF_PRODUCT = 2 };
 // Bytes that `multiply` needs for so many rows.
 i64 workspace_bytes(const Product &product, i64 element, i64 rows);
-// out [rows, num_out] = x [rows, num_in] W^T + bias, by all threads of a team; strides in elements.
+// out [rows, outputs_of(product)] = x [rows, num_in] W^T + bias, by all threads of a team; strides in elements.
 void multiply(Team &team, const Product &product, i64 element, void *out, i64 out_stride, const void *x, i64 x_stride,
               i64 rows, char *workspace);
 
@@ -58,17 +65,19 @@ void add_few_bits(const Records &records, const PanelWork &work);
 void add_pairs_by_tiles(const PanelWork &work);
 
 // Quantised rows: of each group of 32 inputs the numbers, in the order of `int8_weight.QUAD_ORDER`, what they are
-// scaled by, and -128 times their sum.
+// scaled by, their sum so scaled, and -1 times their sum: of all, and of each half.
 struct Group {
     int8_t numbers[GROUP];
-    float scale;
-    int32_t start;
+    float scale, sum;
+    int32_t minus_sum, minus_half[2];
 };
 INLINE i64 groups_of(i64 num_in) { return (num_in + GROUP - 1) / GROUP; }
 void quantize_row(i64 element, const void *x, i64 size, Group *groups);
 // A panel of quantised weights, which begins with output `column`, by all rows.
 void multiply_quantized(const Product &product, const Group *groups, i64 rows, const char *weight, i64 column,
                         i64 element, void *out, i64 out_stride, bool has_next);
+void multiply_rounded_records(const Product &product, const Group *groups, i64 rows, const char *weight, i64 column,
+                              i64 element, void *out, i64 out_stride, bool has_next);
 // Of INT8, a whole panel by rows that are multiples of 16, by tiles.
 template <class T>
 void multiply_bytes_by_tiles(const Group *groups, i64 rows, i64 num_groups, const char *weight, const float *scale,

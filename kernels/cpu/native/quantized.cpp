@@ -1,18 +1,17 @@
-// Products of quantised rows: by weights of eight bits (kernels/int8_weight.py) and of four (records.h).
+// Rows quantised to eight bits, and their products with weights of eight bits and one scale an output
+// (kernels/int8_weight.py). Those with other weights are in rounded_records.cpp.
 //
-//     8 bits   total[r, o] += scale[r, g] * (sum_i w[o, i] q[r, i] - 128 sum_i q[r, i])     w = q of the weight + 128
-//              out[r, o] = total[r, o] * scale[o] + bias[o]
-//     4 bits   total[r, o] += scale[r, g] * (d[o, g] sum_i w[o, i] q[r, i] + m[o, g] sum_i q[r, i])       w = 0 .. 15
+//     total[r, o] += scale[r, g] * (sum_i w[o, i] q[r, i] - 128 sum_i q[r, i])     w = q of the weight + 128
+//     out[r, o] = total[r, o] * scale[o] + bias[o]
 //
 // over the groups g of 32 inputs. The instruction for four products and their sum takes one factor unsigned, hence the
-// 128; what it adds too much is known when a row is quantised, and sums start from there. Codes of four bits that count
-// from -8 have m = -8 d. Sums within a group are exact, and groups are added in order, each by one fused multiply-add,
-// whatever the number of rows.
+// 128; what it adds too much is known when a row is quantised, and sums start from there. Sums within a group are exact,
+// and groups are added in order, each by one fused multiply-add, whatever the number of rows.
 //
 // A row is quantised group by group: scale = max |x| / 127, q = round(x / scale). A group that holds NaN or an infinity
 // gets the scale NaN, and with it everything that is computed of the row. One whose numbers are all below 1e-30 counts
 // as zeros: 127 / max has to be finite.
-#include "records.h"
+#include "products.h"
 #include "tiles.h"
 
 namespace {
@@ -48,7 +47,7 @@ void tile_of_bytes(const Group *groups, i64 stride, i64 num_groups, const char *
 #pragma GCC unroll 3
             for (int p = 0; p < COLUMNS; p++)
 #pragma GCC unroll 8
-                for (int c = 0; c < CHAINS; c++) sums[r][p][c] = splat(c ? 0 : groups[r * stride + g].start);
+                for (int c = 0; c < CHAINS; c++) sums[r][p][c] = c ? splat(0) : shift_left<7>(splat(groups[r * stride + g].minus_sum));
 #pragma GCC unroll 8
         for (int quad = 0; quad < QUADS; quad++) {
             I weights[COLUMNS];
@@ -80,81 +79,10 @@ void tile_of_bytes(const Group *groups, i64 stride, i64 num_groups, const char *
             store(out + r * out_stride + p * LANES, fma(totals[r][p], load(scale + p * LANES), load(bias + p * LANES)));
 }
 
-// 1 to 4 rows by a panel of 48 outputs of four bits. A word of 8 inputs has those of even number in the lower halves of
-// its bytes and those of odd number in the upper.
-template <int NUM>
-void tile_of_halves(const Group *groups, i64 stride, i64 num_groups, const Records &records, const RecordLayout &layout,
-                    const char *panel, const float *bias, float *out, i64 out_stride, const char *next,
-                    i64 next_lines) {
-    const int CHAINS = NUM >= 2 ? 1 : 2;
-    const float least = records.codes == CODES_INT4 ? -8 : 0;
-    const i64 group_bytes = layout.bytes_of(GROUP);
-    F totals[NUM][VECTORS];
-#pragma GCC unroll 4
-    for (int r = 0; r < NUM; r++)
-#pragma GCC unroll 3
-        for (int v = 0; v < VECTORS; v++) totals[r][v] = load(bias + v * LANES);
-    Cursor at(layout, panel, 0);
-    for (i64 g = 0; g < num_groups; g++, at.advance(GROUP)) {
-        if (NUM == ROWS) {
-            for (i64 i = 0; i < next_lines; i++) prefetch_second_level(next + (g * next_lines + i) * CACHE_LINE);
-        } else {
-            for (i64 i = 0; i < group_bytes; i += CACHE_LINE) prefetch(at.codes + SOON_BYTES + i);
-        }
-        I sums[NUM][VECTORS][CHAINS];
-#pragma GCC unroll 4
-        for (int r = 0; r < NUM; r++)
-#pragma GCC unroll 3
-            for (int v = 0; v < VECTORS; v++)
-#pragma GCC unroll 2
-                for (int c = 0; c < CHAINS; c++) sums[r][v][c] = splat(0);
-        const char *words = at.codes;
-#pragma GCC unroll 8
-        for (int quad = 0; quad < QUADS; quad++) {
-            I weights[VECTORS];
-#pragma GCC unroll 3
-            for (int v = 0; v < VECTORS; v++) {
-                I pair = load((const int32_t *)words + quad / 2 * PANEL + v * LANES);
-                weights[v] = (quad % 2 ? shift_right<4>(pair) : pair) & splat(0x0f0f0f0f);
-            }
-#pragma GCC unroll 4
-            for (int r = 0; r < NUM; r++) {
-                I inputs = splat_at(groups[r * stride + g].numbers + quad * 4);
-#pragma GCC unroll 3
-                for (int v = 0; v < VECTORS; v++)
-                    sums[r][v][quad % CHAINS] = dot_bytes(sums[r][v][quad % CHAINS], weights[v], inputs);
-            }
-        }
-        F scales[VECTORS], offsets[VECTORS];
-        read_line<true>(records, at, least, scales, offsets);
-#pragma GCC unroll 3
-        for (int v = 0; v < VECTORS; v++) {
-            F offset = offsets[v] * splat(-1.0f / 128);  // as `start` is so much too large
-#pragma GCC unroll 4
-            for (int r = 0; r < NUM; r++) {
-                const Group &group = groups[r * stride + g];
-                I sum = sums[r][v][0];
-                if (CHAINS == 2) sum = sum + sums[r][v][CHAINS - 1];
-                F value = fma(offset, splat((float)group.start), to_float(sum) * scales[v]);
-                totals[r][v] = fma(value, splat_at(&group.scale), totals[r][v]);
-            }
-        }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < NUM; r++)
-#pragma GCC unroll 3
-        for (int v = 0; v < VECTORS; v++) store(out + r * out_stride + v * LANES, totals[r][v]);
-}
-
 template <int NUM, int COLUMNS, class T, class... Rest>
 void tile_of_rows(i64 rows, Rest... rest) {
     if (rows == NUM) tile_of_bytes<NUM, COLUMNS, T>(rest...);
     else if constexpr (NUM > 1) tile_of_rows<NUM - 1, COLUMNS, T>(rows, rest...);
-}
-template <int NUM, class... Rest>
-void halves_of_rows(i64 rows, const Rest &...rest) {
-    if (rows == NUM) tile_of_halves<NUM>(rest...);
-    else if constexpr (NUM > 1) halves_of_rows<NUM - 1>(rows, rest...);
 }
 
 // What all tiles of a panel prefetch together of the next `bytes`: so many lines a group.
@@ -209,25 +137,6 @@ void multiply_bytes(const Group *groups, i64 rows, i64 num_groups, const char *w
     }
 }
 
-void multiply_halves(const Records &records, const Group *groups, i64 rows, i64 num_groups, const char *weight,
-                     const float *bias, i64 count, i64 element, void *out, i64 out_stride, bool has_next) {
-    RecordLayout layout(records);
-    float start[PANEL] = {};
-    if (bias) memcpy(start, bias, count * 4);
-    bool is_whole = count == PANEL && element == FLOAT32;
-    float *sums = is_whole ? (float *)out : (float *)scratch(OF_PANEL, rows * PANEL * 4);
-    i64 stride = is_whole ? out_stride : (i64)PANEL, bytes = layout.panel_bytes(num_groups * GROUP);
-    i64 lines = has_next ? lines_a_group(bytes, rows, num_groups) : 0;
-    const char *next = weight + bytes, *end = next + bytes;
-    for (i64 row = 0; row < rows; row += ROWS) {
-        halves_of_rows<ROWS>(smaller(rows - row, ROWS), groups + row * num_groups, num_groups, num_groups, records,
-                             layout, weight, (const float *)start, sums + row * stride, stride, next,
-                             next < end ? lines : 0);
-        next += num_groups * lines * CACHE_LINE;
-    }
-    if (!is_whole) write_sums(sums, rows, count, element, out, out_stride);
-}
-
 template <class T>
 void quantize(const T *x, i64 size, Group *group) {
     for (i64 first = 0; first < size; first += GROUP, group++) {
@@ -244,8 +153,10 @@ void quantize(const T *x, i64 size, Group *group) {
         F factor = splat(is_broken || is_zero ? 0.0f : 127.0f / most);
         I numbers[2] = {to_int(rounded(values[0] * factor)), to_int(rounded(values[1] * factor))};
         store_quads(group->numbers, numbers[0]), store_quads(group->numbers + LANES, numbers[1]);
-        uint32_t sum = (uint32_t)sum_of_lanes(numbers[0] + numbers[1]);  // of NaN no matter what: it is scaled by NaN
-        group->start = (int32_t)(0 - 128 * sum);
+        for (int half = 0; half < 2; half++)  // of NaN no matter what: it is scaled by NaN
+            group->minus_half[half] = (int32_t)(0 - (uint32_t)sum_of_lanes(numbers[half]));
+        group->minus_sum = (int32_t)((uint32_t)group->minus_half[0] + (uint32_t)group->minus_half[1]);
+        group->sum = group->scale * -(float)group->minus_sum;
     }
 }
 
@@ -261,9 +172,8 @@ void multiply_quantized(const Product &product, const Group *groups, i64 rows, c
     i64 num_groups = groups_of(product.num_in), count = smaller(product.num_out - column, PANEL);
     const float *bias = product.bias ? product.bias + column : 0,
                 *scale = product.scale ? product.scale + column : 0;
-    if (product.kind == INT4)
-        multiply_halves(product.records, groups, rows, num_groups, weight, bias, count, element, out, out_stride,
-                        has_next);
+    if (product.kind == ROUNDED_RECORDS)
+        multiply_rounded_records(product, groups, rows, weight, column, element, out, out_stride, has_next);
     else if (element == FLOAT32)
         multiply_bytes(groups, rows, num_groups, weight, scale, bias, count, (float *)out, out_stride, has_next);
     else multiply_bytes(groups, rows, num_groups, weight, scale, bias, count, (Bfloat16 *)out, out_stride, has_next);

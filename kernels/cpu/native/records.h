@@ -8,6 +8,10 @@
 //     f16[48], f16[48]    only of FACTOR: what the factors of its groups are of, of scales and of offsets
 //     a line a group      scale [48], then what is said of offsets [48]
 //     codes               four bits: i32[inputs / 8, 48], eight inputs a word; eight bits: i8[inputs, 48]
+//
+// For rounded rows bytes lie as one instruction multiplies them: QUADS are u8[inputs / 4, 48, 4], code + 128, of each
+// eight inputs first those of even number, then those of odd. INT6 are i32[inputs / 16, 3, 48]: two words with the low
+// four bits of eight codes + 32 each, as codes of four bits, and one with the high two bits of all sixteen.
 #pragma once
 #include "products.h"
 
@@ -20,12 +24,12 @@ struct RecordLayout {
 
     explicit RecordLayout(const Records &records) : group(records.group) {
         bool has_factors = records.scale == SCALE_FACTOR;
-        const i64 scale_bytes[] = {2, 4, 1}, second_bytes[] = {0, 2, 1, 1};
+        const i64 scale_bytes[] = {2, 4, 1}, second_bytes[] = {0, 2, 1, 1}, bits[] = {4, 4, 4, 8, 8, 6, 8};
         inputs = has_factors ? (i64)INPUTS_OF_FACTORS : group;
         head = !has_factors ? 0 : records.second == OFFSET_FACTOR ? PANEL * 4 : PANEL * 2;
         line = PANEL * (scale_bytes[records.scale] + second_bytes[records.second]);
         lines = inputs / group * line;
-        step = PANEL * (records.codes >= CODES_INT8 ? 8 : 4);
+        step = PANEL * bits[records.codes];
         bytes = head + lines + inputs / 8 * step;
     }
     i64 panel_bytes(i64 depth) const {
@@ -60,22 +64,19 @@ struct Cursor {
 
 INLINE F load_byte(const char *p) { return to_float(widen((const int8_t *)p)); }
 
-// Scales and offsets of a group, exact but for nothing. Without offsets, those of codes that count from 0 where the
-// format counts from `least`.
-template <bool HAS_OFFSET>
-INLINE void read_line(const Records &records, const Cursor &at, float least, F scales[VECTORS], F offsets[VECTORS]) {
-    const char *second = at.line + PANEL * (records.scale == SCALE_FLOAT16 ? 2 : records.scale == SCALE_FLOAT32 ? 4 : 1);
+// Scales and offsets of the outputs from `lane` on, of a group in `line` of a record; exact.
+template <bool HAS_OFFSET, int COLUMNS>
+INLINE void read_line(const Records &records, const char *record, const char *line, i64 lane, F (&scales)[COLUMNS],
+                      F (&offsets)[COLUMNS]) {
+    const char *second = line + PANEL * (records.scale == SCALE_FLOAT16 ? 2 : records.scale == SCALE_FLOAT32 ? 4 : 1);
 #pragma GCC unroll 3
-    for (int v = 0; v < VECTORS; v++) {
-        i64 lane = v * LANES;
-        if (records.scale == SCALE_FLOAT16) scales[v] = load((const Float16 *)at.line + lane);
-        else if (records.scale == SCALE_FLOAT32) scales[v] = load((const float *)at.line + lane);
-        else scales[v] = load((const Float16 *)at.record + lane) * load_byte(at.line + lane);
+    for (int v = 0; v < COLUMNS; v++, lane += LANES) {
+        if (records.scale == SCALE_FLOAT16) scales[v] = load((const Float16 *)line + lane);
+        else if (records.scale == SCALE_FLOAT32) scales[v] = load((const float *)line + lane);
+        else scales[v] = load((const Float16 *)record + lane) * load_byte(line + lane);
         if (!HAS_OFFSET) continue;
         if (records.second == OFFSET_FLOAT16) offsets[v] = load((const Float16 *)second + lane);
         else if (records.second == ZERO) offsets[v] = splat(0.0f) - scales[v] * load_byte(second + lane);
-        else if (records.second == OFFSET_FACTOR)
-            offsets[v] = load((const Float16 *)at.record + PANEL + lane) * load_byte(second + lane);
-        else offsets[v] = scales[v] * splat(least);
+        else offsets[v] = load((const Float16 *)record + PANEL + lane) * load_byte(second + lane);
     }
 }

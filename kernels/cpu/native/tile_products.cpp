@@ -93,7 +93,7 @@ void add_groups(const Group *groups, i64 num_groups, i64 count, const Sums *sums
         for (i64 r = 0; r < HALF; r++) {
             const Group &group = groups[(first_row + r) * num_groups + g];
             F scale = splat_at(&group.scale);
-            I start = splat(group.start);
+            I start = shift_left<7>(splat(group.minus_sum));  // weights lie 128 too high
 #pragma GCC unroll 3
             for (int v = 0; v < VECTORS; v++) {
                 F sum = to_float(load(sums[g][first_row + r] + v * LANES) + start);
@@ -183,7 +183,7 @@ bool are_tiles_right() {
     for (i64 k = 0; k < NUM_GROUPS * GROUP; k++) {
         for (i64 row = 0; row < TILE_ROWS; row++) {
             Group &group = groups[row][k / GROUP];
-            group.numbers[k % GROUP] = (int8_t)x_of(row, k), group.scale = 1.0f, group.start -= 128 * x_of(row, k);
+            group.numbers[k % GROUP] = (int8_t)x_of(row, k), group.scale = 1.0f, group.minus_sum -= x_of(row, k);
         }
         for (i64 column = 0; column < PANEL; column++) {
             scale[column] = 1.0f;

@@ -34,6 +34,9 @@ const i64 LANES = 16, CACHE_LINE = 64;
 #include "vec_plain.h"
 #endif
 
+// The compiler loads nothing from memory before what is stored above here.
+INLINE void in_order() { asm volatile("" ::: "memory"); }
+
 INLINE void prefetch(const void *place) { __builtin_prefetch(place, 0, 3); }
 INLINE void prefetch_second_level(const void *place) { __builtin_prefetch(place, 0, 2); }
 

@@ -115,6 +115,7 @@ INLINE F where_nan(F x, F then, F otherwise) { return {x.v != x.v ? then.v : oth
 INLINE I operator+(I a, I b) { return {(Ints)((Unsigned)a.v + (Unsigned)b.v)}; }
 INLINE I operator-(I a, I b) { return {(Ints)((Unsigned)a.v - (Unsigned)b.v)}; }
 INLINE I operator&(I a, I b) { return {a.v & b.v}; }
+INLINE I operator|(I a, I b) { return {a.v | b.v}; }
 INLINE I larger_unsigned(I a, I b) { return {(Unsigned)a.v > (Unsigned)b.v ? a.v : b.v}; }
 static int32_t sum_of_lanes(I x) {
     uint32_t sum = 0;

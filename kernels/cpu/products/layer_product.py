@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from kernels.cpu.elements import BFLOAT16, element_of
 from kernels.cpu.library import library, num_threads
 from kernels.cpu.products.packed_weight import kind_of_packed, packed_shape
-from kernels.cpu.products.records import FORMATS, GROUP, Codes, Records, RecordWeight
+from kernels.cpu.products.records import FORMATS, GROUP, Records, RecordWeight
 from kernels.int8_weight import GROUP as INT8_GROUP
 from kernels.int8_weight import PANEL as INT8_PANEL
 
@@ -27,10 +28,12 @@ FIELDS = (
     "offset_kind",
     "group",
     "order",
+    "next",
 )
 PRODUCT = np.dtype([(name, np.int64) for name in FIELDS])  # `Product` of native/products.h
 _RECORD: Any = ctypes.c_int64 * len(FIELDS)
-_RECORDS, _PAIRS, _INT8, _INT4 = 2, 3, 4, 5  # `Kind`
+_RECORDS, _PAIRS, _INT8, _ROUNDED_RECORDS = 2, 3, 4, 5  # `Kind`
+_OF_ROUNDED_ROWS = (_INT8, _ROUNDED_RECORDS)
 
 
 class Product:
@@ -45,14 +48,21 @@ class Product:
         *sizes: int,
         records: Records | None = None,
         order: torch.Tensor | None = None,
+        behind: Product | None = None,
     ) -> None:
-        self.out_features, self.in_features = sizes
+        """`sizes`: outputs and inputs; the outputs of the product `behind` follow."""
+        num_out, self.in_features = sizes
+        self.out_features = num_out + (0 if behind is None else behind.out_features)
         self._kept = weight, scale, bias, order
+        self._records, self._behind = records, behind
         self.weight_bytes = sum(tensor.nbytes for tensor in self._kept if tensor is not None)
+        if behind is not None:
+            self.weight_bytes += behind.weight_bytes
         of_weight, of_scale, of_bias, of_order = (0 if tensor is None else tensor.data_ptr() for tensor in self._kept)
         format_ = (0, 0, 0, 0) if records is None else (records.codes, records.scale, records.offset, records.group)
         self._kind = kind
-        self.record = (kind, of_weight, of_scale, of_bias, self.in_features, self.out_features, *format_, of_order)
+        of_behind = 0 if behind is None else ctypes.addressof(behind._passed)
+        self.record = (kind, of_weight, of_scale, of_bias, self.in_features, num_out, *format_, of_order, of_behind)
         self._passed = _RECORD(*self.record)
 
     @classmethod
@@ -78,7 +88,7 @@ class Product:
     ) -> Product:
         """A weight in records. `order` i64[in_features]: which inputs of a row its columns are for, in turn.
 
-        `are_rows_rounded`: to 8 bits as they come, as those of `of_int8`; codes are UINT4 or INT4 then:
+        `are_rows_rounded`: to 8 bits as they come, as those of `of_int8`:
 
             out[t, o] = bias[o] + sum_g step[t, g] * sum_{k in g} p[t, k] W[o, k]
 
@@ -91,11 +101,14 @@ class Product:
             raise ValueError(f"order {tuple(order.shape)} of {order.dtype} is not int64 for {in_features} inputs")
         if order is not None and not torch.equal(order.sort().values, torch.arange(in_features)):
             raise ValueError(f"order does not have each of {in_features} inputs once")
-        if are_rows_rounded and weight.records.codes not in (Codes.UINT4, Codes.INT4):
-            raise ValueError(f"rows that are rounded are not multiplied by {weight.records.codes.name}")
+        codes = weight.records.codes
+        if not (codes.are_for_rounded_rows if are_rows_rounded else codes.are_for_plain_rows):
+            raise ValueError(
+                f"rows that are {'' if are_rows_rounded else 'not '}rounded are not multiplied by {codes.name}"
+            )
         if not are_rows_rounded and in_features % GROUP:
             raise ValueError(f"{in_features} inputs are not whole groups of {GROUP}")
-        kind, sizes = _INT4 if are_rows_rounded else _RECORDS, (weight.out_features, in_features)
+        kind, sizes = _ROUNDED_RECORDS if are_rows_rounded else _RECORDS, (weight.out_features, in_features)
         order = None if order is None else order.contiguous()
         return cls(kind, weight.packed, None, bias, *sizes, records=weight.records, order=order)
 
@@ -110,6 +123,30 @@ class Product:
         for name, values in (("scale", scale), ("bias", bias)):
             _check_numbers(name, values, out_features)
         return cls(_INT8, packed, scale, bias, out_features, in_features)
+
+    @classmethod
+    def side_by_side(cls, products: Sequence[Product]) -> Product | None:
+        """One product whose outputs are those of each in turn, whatever their weights are kept in: with the bits of
+        each. None where rows are not prepared for all alike: some rounded, or in an order of their own."""
+        *others, last = products
+        if not all(one._fits(last) for one in others):
+            return None
+        joined = last
+        for one in reversed(others):
+            weight, scale, bias, order = one._kept
+            sizes, numbers = (one.out_features, one.in_features), {"records": one._records, "order": order}
+            joined = cls(one._kind, weight, scale, bias, *sizes, **numbers, behind=joined)
+        return joined
+
+    def _fits(self, other: Product) -> bool:
+        orders = self._kept[3], other._kept[3]
+        return (
+            self.in_features == other.in_features
+            and (self._kind in _OF_ROUNDED_ROWS) == (other._kind in _OF_ROUNDED_ROWS)
+            and _PAIRS not in (self._kind, other._kind)
+            and self._behind is None
+            and (orders[0] is orders[1] or (None not in orders and torch.equal(*orders)))
+        )
 
     def compiled(self, in_features: int) -> Product:
         """Itself, as layers in one call take it. Raises ValueError where it has not so many inputs."""

@@ -1,10 +1,12 @@
 """Products with quantised weights of any format (`kernels.quantized_weight`).
 
-Rows are multiplied as they are: every sum starts with the bias and runs over the weight's columns in order, one fused
-multiply-add after the other, with the numbers of `QuantizedWeight.dequantized()`. So a product has the bits of the
-float32 product with these (with an `order`, of both in that order). Where a format's author has rows rounded to 8-bit
-floats they stay as they are, too, which is nearer to the model before it was quantised. Rows are rounded only where the
-format says integers of 8 bits, and then as `int8_linear` does it, by 32 inputs.
+Rows are multiplied as they are, unless the weight says `Inputs.INT8`: every sum starts with the bias and runs over the
+weight's columns in order, one fused multiply-add after the other, with the numbers of `QuantizedWeight.dequantized()`.
+So a product has the bits of the float32 product with these (with an `order`, of both in that order). Where a format's
+author has rows rounded to 8-bit floats they stay as they are, too: that is nearer to the model before it was quantised.
+
+Rows of `Inputs.INT8` are rounded as `int8_linear` does it, by 32 inputs, and multiplied by the same numbers of the
+weight: `Product.of_records` has the formula. Weights of floats (E4M3, E2M1) have no such product.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ def quantized_product(
     """The product x W^T + bias [N] of float32 and bfloat16 rows; None where only the dequantised weight has one.
 
     `new` gives memory for what is read in every product, as `HugePages.new` does. None are weights whose inputs, or
-    groups of inputs, are no multiples of 32, and what `pack_quantized` refuses.
+    groups of inputs, are no multiples of 32, and what `pack_quantized` refuses; of rounded rows also floats.
     """
     bias = None if bias is None else bias.float()
     are_rows_rounded = weight.inputs is Inputs.INT8
@@ -37,8 +39,7 @@ def quantized_product(
     found = pack_quantized(weight, new)
     if found is None:
         return None
-    is_four_bits = weight.numbers is Numbers.UINT4
-    return Product.of_records(found, bias, order=weight.order, are_rows_rounded=are_rows_rounded and is_four_bits)
+    return Product.of_records(found, bias, order=weight.order, are_rows_rounded=are_rows_rounded)
 
 
 def _is_plain_int8(weight: QuantizedWeight) -> bool:

@@ -15,7 +15,8 @@ from kernels.cpu.products.records import (
     RecordWeight,
     Scale,
 )
-from kernels.quantized_weight import Numbers, QuantizedWeight
+from kernels.int8_weight import QUAD_ORDER
+from kernels.quantized_weight import Inputs, Numbers, QuantizedWeight
 
 _CODES = {
     Numbers.UINT4: Codes.UINT4,
@@ -24,6 +25,7 @@ _CODES = {
     Numbers.E4M3: Codes.E4M3,
     Numbers.E2M1: Codes.E2M1,
 }
+_CODES_OF_ROUNDED = {Numbers.UINT4: Codes.UINT4, Numbers.INT6: Codes.INT6, Numbers.INT8: Codes.QUADS}
 _TIMES = {Codes.E2M1: 0.5, Codes.E4M3: 256.0}  # of scales, as codes stand for twice or for a 256th of their numbers
 _INT4_ZERO = 8
 # What the largest of some factors may be, the likely first: files have 63 or little less (Q4_K), or -128 (Q6_K). Less
@@ -34,13 +36,16 @@ _LARGEST_FACTORS = torch.tensor(
 
 
 def pack_quantized(weight: QuantizedWeight, new: NewBytes = new_bytes) -> RecordWeight | None:
-    """Its columns as they come, whatever its `order` and `inputs`. None where no record says the same numbers. `new`:
-    see `packed_weight.pack`.
+    """Its columns as they come, whatever its `order`. None where no record says the same numbers, or none that rows
+    can be multiplied by which are rounded as its `inputs` say. `new`: see `packed_weight.pack`.
 
     These are `fl(scale * code)` or, with an offset or a zero, numbers that one fused multiply-add makes of an exact
     product: so `weight.dequantized()`, but for the sign of a zero.
     """
-    codes, group, in_features = _CODES[weight.numbers], weight.group, weight.in_features
+    of_numbers = _CODES_OF_ROUNDED if weight.inputs is Inputs.INT8 else _CODES
+    if weight.numbers not in of_numbers:
+        return None
+    codes, group, in_features = of_numbers[weight.numbers], weight.group, weight.in_features
     group = -(-in_features // GROUP) * GROUP if group >= in_features else group
     if in_features % GROUP or group % (GROUP if codes.bits == 4 else GROUP // 2) or weight.codes.numel() == 0:
         return None
@@ -126,8 +131,7 @@ def _in_records(
 ) -> torch.Tensor:
     """u8[panels, bytes]; head [N, records] and lines [N, groups] of any type, codes u8[N, K]."""
     out_features, in_features = codes.shape
-    if records.codes.bits == 4:
-        codes = (codes[:, ::2] | codes[:, 1::2] << 4).contiguous().view(torch.int32)  # 8 inputs a word
+    codes = _in_words(records.codes, codes)
     whole, rest = divmod(in_features, records.inputs)
     # Section by section: how many columns of each part are in a whole record.
     sections = (
@@ -146,6 +150,23 @@ def _in_records(
     sizes = out_features, whole, rest > 0, panel_bytes
     library().pack_records(packed.data_ptr(), described.data_ptr(), len(parts), *sizes, num_threads())
     return packed
+
+
+def _in_words(kind: Codes, codes: torch.Tensor) -> torch.Tensor:
+    """Codes u8[N, K] as a record has those of an output, one after the other: words i32[N, ...], or bytes."""
+    if kind is Codes.INT6:
+        codes = codes + 32
+        low, high = codes & 15, codes >> 4
+        # Of 16 inputs [two times eight, four times even and odd]: which place they have in the bytes of the high word.
+        pairs = high.unflatten(1, (-1, 2, 4, 2))
+        high = pairs[:, :, 0, :, 0] | pairs[:, :, 0, :, 1] << 2 | pairs[:, :, 1, :, 0] << 4 | pairs[:, :, 1, :, 1] << 6
+        words = torch.cat([(low[:, ::2] | low[:, 1::2] << 4).unflatten(1, (-1, 8)), high], dim=2)
+        return words.flatten(1).view(torch.int32)
+    if kind is Codes.QUADS:
+        return (codes ^ 0x80).unflatten(1, (-1, 8))[:, :, QUAD_ORDER].flatten(1).view(torch.int32)
+    if kind.bits == 4:
+        return (codes[:, ::2] | codes[:, 1::2] << 4).contiguous().view(torch.int32)  # 8 inputs a word
+    return codes
 
 
 def _fits_float16(numbers: torch.Tensor) -> bool:

@@ -10,6 +10,10 @@ a record for each group of inputs, one after the other, the last of what is left
     offset [48]         nothing; float16; a zero z as a byte, for the offset -scale z; or a factor as a byte
     codes               4 bits: i32[inputs / 8, 48], input 8 j + i has bits 4 i .. 4 i + 3 of word j
                         8 bits: i8[inputs, 48]
+                        for rounded rows, 8 bits: u8[inputs / 4, 48, 4], code + 128, of eight inputs first those of
+                        even number, then those of odd; 6 bits: i32[inputs / 16, 3, 48], two words of the low 4 bits
+                        of code + 32, and one with the high 2 of all 16, those of the four inputs 8 j + t, 8 j + t + 2,
+                        .. in bits 4 j + 2 t and the next of its four bytes
 
 A record of factors has 256 inputs and the lines of several groups, any other has one group. So GGUF's Q4_0 takes 4.5
 bits a number, Q4_1 5, Q4_K 4.63, Q8_0 8.5, Q5_K 8.63, Q6_K 8.56 (the codes of the last two as bytes: five or six bits
@@ -17,7 +21,8 @@ would be put together again by more instructions than the bytes cost that they s
 128 4.19. native/records.h has the same in C++.
 
 Products multiply rows as they are by these very numbers (native/few_bits.cpp), or rows that are rounded to 8 bits by
-codes of four (native/quantized.cpp).
+the codes, as integers (native/rounded_records.cpp). The latter take codes of 5 and 6 bits in 6: there are few
+instructions for each, and Q6_K takes 6.56 bits a number, Q5_K 6.63.
 """
 
 from __future__ import annotations
@@ -41,11 +46,23 @@ class Codes(IntEnum):
     E2M1 = 2  # twice the number of `quantized_weight.Numbers.E2M1`: scales are half of what they were
     INT8 = 3
     E4M3 = 4  # the 256th of the number: scales are 256 times what they were
+    INT6 = 5  # -32 .. 31; of rounded rows
+    QUADS = 6  # those of INT8, four inputs side by side; of rounded rows
 
     @property
     def bits(self) -> int:
         """Of a code."""
-        return 4 if self <= Codes.E2M1 else 8
+        return (4, 4, 4, 8, 8, 6, 8)[self]
+
+    @property
+    def are_for_rounded_rows(self) -> bool:
+        """Whether rows that are rounded can be multiplied by such codes."""
+        return self in (Codes.UINT4, Codes.INT4, Codes.INT6, Codes.QUADS)
+
+    @property
+    def are_for_plain_rows(self) -> bool:
+        """Whether rows that are not rounded can be."""
+        return self not in (Codes.INT6, Codes.QUADS)
 
 
 class Scale(IntEnum):

@@ -11,8 +11,9 @@ from kernels.quantized_weight import QuantizedWeight
 from worker_svc.models.dense import dense
 from worker_svc.models.errors import ModelError
 from worker_svc.models.fused_parts import in_order, stored_rows
-from worker_svc.models.quantized.separate_products import SeparateProducts
+from worker_svc.models.quantized.separate_products import side_by_side_products
 from worker_svc.models.quantized.shaping import fit_together, side_by_side, some_outputs
+from worker_svc.models.quantized_store import QuantizedStore
 from worker_svc.models.summed import Layer
 from worker_svc.models.weights import Weights
 
@@ -22,6 +23,7 @@ class _Part:
     """Some outputs of a product; plain ones where `kind` is empty."""
 
     kind: str
+    name: str  # in the checkpoint, of the first of them
     weight: QuantizedWeight | torch.Tensor
     bias: torch.Tensor | None
 
@@ -36,8 +38,12 @@ def take_quantized(
     *,
     is_biased: bool,
     num_turns: int,
+    is_exact: bool = False,
 ) -> Layer:
     """Parts that are quantised alike are one product, others products of their own.
+
+    Where the model's products are quantised when they are loaded, weights that the checkpoint has in few enough bits
+    (`QuantizedStore.keeps`) stay as they are, and rows are rounded; others are quantised; `is_exact`: neither.
 
     Raises ModelError for a weight that cannot be read as it is to be taken, and for a bias that the model has not.
     """
@@ -55,8 +61,7 @@ def take_quantized(
             parts[-1] = joined
         else:
             parts.append(part)
-    products = [_made(weights, part) for part in parts]
-    return products[0] if len(products) == 1 else SeparateProducts(products)
+    return side_by_side_products([_made(weights, part, is_exact) for part in parts], len(inputs))
 
 
 def drop_zero_biases(weights: Weights, names: Sequence[str], sizes: Sequence[int]) -> None:
@@ -75,9 +80,9 @@ def _take(
     kind = weights.format_of(stored)
     if kind and rows:
         if len(inputs) == in_features or weights.can_cut_inputs(stored):
-            return _Part(kind, weights.take_quantized(stored, size, in_features, rows, inputs), bias)
+            return _Part(kind, name, weights.take_quantized(stored, size, in_features, rows, inputs), bias)
         weights.quantized.note_expanded(kind, "inputs that share scales lie apart, and ranks share them")
-    return _Part("", weights.take_parts([stored], [size], in_features, rows=rows, columns=[inputs]), bias)
+    return _Part("", name, weights.take_parts([stored], [size], in_features, rows=rows, columns=[inputs]), bias)
 
 
 def _turned(part: _Part, sizes: Sequence[int], num_turns: int) -> _Part:
@@ -94,13 +99,22 @@ def _joined(one: _Part, other: _Part) -> _Part | None:
     bias = None if one.bias is None or other.bias is None else torch.cat([one.bias, other.bias])
     if isinstance(one.weight, QuantizedWeight) and isinstance(other.weight, QuantizedWeight):
         fit = fit_together(one.weight, other.weight)
-        return _Part(one.kind, side_by_side([one.weight, other.weight]), bias) if fit else None
+        return _Part(one.kind, one.name, side_by_side([one.weight, other.weight]), bias) if fit else None
     if isinstance(one.weight, torch.Tensor) and isinstance(other.weight, torch.Tensor):
-        return _Part("", torch.cat([one.weight, other.weight]), bias)
+        return _Part("", one.name, torch.cat([one.weight, other.weight]), bias)
     return None
 
 
-def _made(weights: Weights, part: _Part) -> Layer:
-    if isinstance(part.weight, QuantizedWeight):
-        return weights.quantized.make(part.kind, part.weight, part.bias, is_batch_invariant=weights.is_batch_invariant)
-    return dense(part.weight, part.bias, is_batch_invariant=weights.is_batch_invariant, memory=weights.memory)
+def _made(weights: Weights, part: _Part, is_exact: bool) -> Layer:
+    store, products, weight = weights.store, weights.quantized, part.weight
+    options = {"is_batch_invariant": weights.is_batch_invariant}
+    if is_exact or not isinstance(store, QuantizedStore):
+        if isinstance(weight, QuantizedWeight):
+            return products.make(part.kind, weight, part.bias, **options)
+        return dense(weight, part.bias, memory=weights.memory, **options)
+    if isinstance(weight, QuantizedWeight):
+        if store.keeps(weight.numbers) and (product := products.with_rounded_rows(weight, part.bias)) is not None:
+            return product
+        found = store.find(part.name, weight.out_features, weight.in_features)
+        return found or store.make(part.name, products.expanded(weight), part.bias)
+    return store.find(part.name, *weight.shape) or store.make(part.name, weight, part.bias)

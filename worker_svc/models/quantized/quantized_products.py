@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 
 import structlog
 import torch
 
-from kernels.quantized_weight import QuantizedWeight
+from kernels.quantized_weight import Inputs, Numbers, QuantizedWeight
 from kernels.select import kernels_for
 from worker_svc.host.huge_pages import HugePages
 from worker_svc.models.dense import dense
@@ -37,24 +39,42 @@ class QuantizedProducts:
         """The product with a weight of a format `kind`, which is not needed afterwards; bias of the model's type."""
         if (product := self._few_bits(weight, bias)) is not None:
             return quantized_linear(product, weight.out_features)
-        shape = weight.out_features, weight.in_features
-        expanded = torch.empty(shape, dtype=self._dtype, device=weight.codes.device)
-        dequantize_into(expanded, weight)
+        expanded = self.expanded(weight)
         made = dense(expanded, bias, is_batch_invariant=is_batch_invariant, memory=self._memory)
         if made.weight_bytes >= expanded.nbytes:  # numbers of few bits that a plain product keeps so are not expanded
             groups = "one scale an output" if weight.group >= weight.in_features else f"groups of {weight.group}"
             self.note_expanded(kind, f"there is no product of {weight.numbers.value} with {groups}")
         return made
 
-    def bytes_per_number(self, tensor: QuantizedTensor) -> float:
+    def with_rounded_rows(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> QuantizedLinear | None:
+        """The product of rows that are rounded to 8 bits with the very numbers of a weight; None where the device has
+        none."""
+        product = self._few_bits(replace(weight, inputs=Inputs.INT8, input_scale=None), bias)
+        return None if product is None else quantized_linear(product, weight.out_features)
+
+    def expanded(self, weight: QuantizedWeight) -> torch.Tensor:
+        """All of it in the model's type [out_features, in_features]."""
+        shape = weight.out_features, weight.in_features
+        expanded = torch.empty(shape, dtype=self._dtype, device=weight.codes.device)
+        dequantize_into(expanded, weight)
+        return expanded
+
+    def bytes_per_number(
+        self, tensor: QuantizedTensor, plain: float, keeps: Callable[[Numbers], bool] | None = None
+    ) -> float:
         """What a product with this weight takes for each of its numbers: that of its first outputs is made, once for
-        all tensors that are stored alike."""
+        all tensors that are stored alike. `plain`: of one that does not stay in few bits. `keeps`: where rows are
+        rounded, of which numbers weights stay so (`QuantizedStore.keeps`)."""
         count = math.prod(tensor.shape)
         key = tensor.kind, round(32 * tensor.num_bytes / count)
         if key not in self._bytes_per_number:
             rows, columns = range(min(tensor.shape[0], _TRIED_OUTPUTS)), range(tensor.shape[1])
-            product = self._few_bits(tensor.read(rows, columns, self._device), None)
-            taken = self._dtype.itemsize if product is None else product.weight_bytes / (len(rows) * len(columns))
+            weight = tensor.read(rows, columns, self._device)
+            if keeps is not None:
+                weight = replace(weight, inputs=Inputs.INT8, input_scale=None)
+            is_kept = keeps is None or keeps(weight.numbers)
+            product = self._few_bits(weight, None) if is_kept else None
+            taken = plain if product is None else product.weight_bytes / (len(rows) * len(columns))
             self._bytes_per_number[key] = taken
         return self._bytes_per_number[key]
 

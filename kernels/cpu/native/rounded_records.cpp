@@ -1,0 +1,179 @@
+// Products of quantised rows (quantized.cpp) with weights in records (records.h), whatever format they came in.
+//
+//     total[r, o] += (scale[o, g] * sum_i code[o, i] q[r, i]) * step[r, h] + offset[o, g] * (step[r, h] * sum_i q[r, i])
+//
+// over pieces of 32 inputs, the groups h of a row, or of 16 where a group g of the weight is no multiple of 32. Sums
+// within a piece are exact, as integers; each is multiplied by its scale, and added to the total by one fused
+// multiply-add, and so is the offset. Pieces come in order, whatever the tile: a row has the same bits in any company.
+//
+// The instruction for four products and their sum takes codes unsigned. Those that count from below zero come so much
+// higher, and sums start from what that adds, which is known when a row is quantised.
+#include "records.h"
+
+namespace {
+
+const i64 MOST_ROWS = 4;       // of a tile; others have 2 or 1
+const i64 NARROW_ROWS = 2;     // up to which few registers take all columns at once
+const i64 SOON_BYTES = 4096;   // how far tiles of fewer rows ask ahead of what they read
+const i64 HALF = GROUP / 2, QUADS_OF_HALF = HALF / 4;
+const i64 WORD_LINE = PANEL * 4;  // bytes
+
+// The bytes of quad i of 16 inputs, 16 outputs; 2^LEAST is what they are too high, where that is not 0.
+template <int LEAST_BITS>
+struct FourBits {
+    enum { LEAST = LEAST_BITS };
+    static INLINED I read(const char *half, int i) {
+        I word = load((const int32_t *)(half + i / 2 * WORD_LINE));
+        return (i % 2 ? shift_right<4>(word) : word) & splat(0x0f0f0f0f);
+    }
+};
+struct SixBits {
+    enum { LEAST = 5 };
+    static INLINED I read(const char *half, int i) {
+        I high = load((const int32_t *)(half + 2 * WORD_LINE));
+        I placed = i == 0 ? shift_left<4>(high) : i == 1 ? shift_left<2>(high) : i == 2 ? high : shift_right<2>(high);
+        return FourBits<0>::read(half, i) | (placed & splat(0x30303030));
+    }
+};
+struct EightBits {
+    enum { LEAST = 7 };
+    static INLINED I read(const char *half, int i) { return load((const int32_t *)(half + i * WORD_LINE)); }
+};
+
+struct PanelProduct {
+    const Records &records;
+    const RecordLayout &layout;
+    const char *panel;
+    i64 num_groups;
+    const float *bias;  // of the panel
+};
+
+// ROWS rows by COLUMNS vectors of outputs, from `lane` on. Totals [ROWS, 48] stay in memory, where registers have sums
+// and codes. With each piece so many lines of `next` are prefetched.
+template <class Codes, int PIECE, int ROWS, int COLUMNS>
+__attribute__((noinline)) void tile(const PanelProduct &work, const Group *groups, i64 lane, float *totals, const char *next, i64 lines) {
+    const RecordLayout layout = work.layout;
+    const Records records = work.records;
+    const bool has_offsets = records.second != NO_OFFSET;
+    const i64 stride = work.num_groups, depth = stride * GROUP, half_bytes = layout.step * HALF / 8;
+    const char *record = work.panel;
+    totals += lane;
+    for (i64 k = 0; k < depth;) {
+        const char *line = record + layout.head, *half = line + layout.lines + lane * 4;
+        for (const i64 end = smaller(k + layout.inputs, depth); k < end; line += layout.line) {
+            F scales[COLUMNS], offsets[COLUMNS];
+            if (has_offsets) read_line<true>(records, record, line, lane, scales, offsets);
+            else read_line<false>(records, record, line, lane, scales, offsets);
+            for (const i64 end_of_line = smaller(k + layout.group, end); k < end_of_line; k += PIECE) {
+                for (i64 i = 0; i < lines; i++, next += CACHE_LINE) {
+                    if (ROWS < MOST_ROWS) prefetch(next);
+                    else prefetch_second_level(next);
+                }
+                const i64 g = k / GROUP, first = PIECE == GROUP ? 0 : k % GROUP;
+                auto minus_sum = [&](int r) INLINED {
+                    const Group &group = groups[r * stride + g];
+                    return PIECE == GROUP ? group.minus_sum : group.minus_half[first / HALF];
+                };
+                I dots[ROWS][COLUMNS];
+#pragma GCC unroll 8
+                for (int r = 0; r < ROWS; r++) {
+                    I start = Codes::LEAST ? shift_left<Codes::LEAST>(splat(minus_sum(r))) : splat(0);
+#pragma GCC unroll 3
+                    for (int v = 0; v < COLUMNS; v++) dots[r][v] = start;
+                }
+#pragma GCC unroll 8
+                for (int quad = 0; quad < PIECE / 4; quad++) {
+                    const char *from = half + quad / QUADS_OF_HALF * half_bytes;
+                    I codes[COLUMNS];
+#pragma GCC unroll 3
+                    for (int v = 0; v < COLUMNS; v++)
+                        codes[v] = Codes::read(from + v * CACHE_LINE, quad % QUADS_OF_HALF);
+#pragma GCC unroll 8
+                    for (int r = 0; r < ROWS; r++) {
+                        I inputs = splat_at(groups[r * stride + g].numbers + first + quad * 4);
+#pragma GCC unroll 3
+                        for (int v = 0; v < COLUMNS; v++) dots[r][v] = dot_bytes(dots[r][v], codes[v], inputs);
+                    }
+                }
+                half += PIECE / HALF * half_bytes;
+#pragma GCC unroll 8
+                for (int r = 0; r < ROWS; r++) {
+                    in_order();  // totals of all rows at once would need registers that sums have
+                    const Group &group = groups[r * stride + g];
+                    F step = splat_at(&group.scale);
+#pragma GCC unroll 3
+                    for (int v = 0; v < COLUMNS; v++) {
+                        float *total = totals + r * PANEL + v * LANES;
+                        F sum = fma(to_float(dots[r][v]) * scales[v], step, load(total));
+                        if (has_offsets) {
+                            F of_row = PIECE == GROUP ? splat_at(&group.sum) : splat(group.scale * -(float)minus_sum(r));
+                            sum = fma(offsets[v], of_row, sum);
+                        }
+                        store(total, sum);
+                    }
+                }
+            }
+        }
+        record = half - lane * 4;
+    }
+}
+
+template <class Codes, int PIECE, int COLUMNS, int ROWS>
+void tile_of(i64 rows, const PanelProduct &work, const Group *groups, i64 lane, float *totals, const char *next, i64 lines) {
+    if (rows == ROWS) tile<Codes, PIECE, ROWS, COLUMNS>(work, groups, lane, totals, next, lines);
+    else if constexpr (ROWS > 1) tile_of<Codes, PIECE, COLUMNS, ROWS / 2>(rows, work, groups, lane, totals, next, lines);
+}
+
+// A panel by all rows, out [rows, 48]. `next`: the bytes that follow, which all tiles prefetch together; or 0.
+template <class Codes, int PIECE>
+void multiply_panel(const PanelProduct &work, const Group *groups, i64 rows, float *out, i64 out_stride, const char *next) {
+    i64 bytes = work.layout.panel_bytes(work.num_groups * GROUP), pieces = work.num_groups * (GROUP / PIECE);
+    i64 tiles = larger(rows / MOST_ROWS, 1);
+    if (rows < MOST_ROWS) next = work.panel + SOON_BYTES;
+    i64 lines = next && pieces ? (bytes / CACHE_LINE + tiles * pieces - 1) / (tiles * pieces) : 0;
+    const char *end = next + bytes;
+    alignas(CACHE_LINE) float totals[MOST_ROWS * PANEL];
+    for (i64 row = 0, count = MOST_ROWS; row < rows; row += count) {
+        while (count > rows - row) count /= 2;
+        for (i64 r = 0; r < count; r++) memcpy(totals + r * PANEL, work.bias, sizeof(float) * PANEL);
+        i64 some = next < end ? lines : 0;
+        const Group *from = groups + row * work.num_groups;
+        if (HAS_WIDE_REGISTERS) {
+            tile_of<Codes, PIECE, VECTORS, MOST_ROWS>(count, work, from, 0, totals, next, some);
+        } else if (count <= NARROW_ROWS) {
+            tile_of<Codes, PIECE, VECTORS, NARROW_ROWS>(count, work, from, 0, totals, next, some);
+        } else {
+            for (i64 lane = 0; lane < PANEL; lane += LANES)
+                tile_of<Codes, PIECE, 1, MOST_ROWS>(count, work, from, lane, totals, next, lane ? 0 : some);
+        }
+        for (i64 r = 0; r < count; r++) memcpy(out + (row + r) * out_stride, totals + r * PANEL, sizeof(float) * PANEL);
+        next += pieces * some * CACHE_LINE;
+    }
+}
+
+template <class Codes>
+void multiply_by_pieces(const PanelProduct &work, const Group *groups, i64 rows, float *out, i64 out_stride, const char *next) {
+    if (work.layout.group % GROUP == 0) multiply_panel<Codes, GROUP>(work, groups, rows, out, out_stride, next);
+    else multiply_panel<Codes, HALF>(work, groups, rows, out, out_stride, next);
+}
+
+}  // namespace
+
+void multiply_rounded_records(const Product &product, const Group *groups, i64 rows, const char *weight, i64 column,
+                              i64 element, void *out, i64 out_stride, bool has_next) {
+    const Records &records = product.records;
+    RecordLayout layout(records);
+    i64 num_groups = groups_of(product.num_in), count = smaller(product.num_out - column, PANEL);
+    float bias[PANEL] = {};
+    if (product.bias) memcpy(bias, product.bias + column, count * 4);
+    bool is_whole = count == PANEL && element == FLOAT32;
+    float *sums = is_whole ? (float *)out : (float *)scratch(OF_PANEL, rows * PANEL * 4);
+    i64 stride = is_whole ? out_stride : (i64)PANEL;
+    const char *next = has_next ? weight + layout.panel_bytes(num_groups * GROUP) : 0;
+    PanelProduct work = {records, layout, weight, num_groups, bias};
+    if (records.codes == CODES_UINT4) multiply_panel<FourBits<0>, GROUP>(work, groups, rows, sums, stride, next);
+    else if (records.codes == CODES_INT4) multiply_panel<FourBits<3>, GROUP>(work, groups, rows, sums, stride, next);
+    else if (records.codes == CODES_INT6) multiply_by_pieces<SixBits>(work, groups, rows, sums, stride, next);
+    else if (records.codes == CODES_QUADS) multiply_by_pieces<EightBits>(work, groups, rows, sums, stride, next);
+    if (!is_whole) write_sums(sums, rows, count, element, out, out_stride);
+}
