@@ -117,6 +117,7 @@ def attend(**changed: torch.Tensor) -> None:
     ("call", "message"),
     [
         (lambda: cpu.silu_and_mul(FLAT.clone(), torch.zeros(2, 8)), "is not a gate"),
+        (lambda: cpu.clamped_swiglu(FLAT.clone(), torch.zeros(2, 8), alpha=1.0, limit=1.0), "is not a gate"),
         (lambda: cpu.gelu(FLAT.clone(), torch.zeros(2, 8), is_approximate=True), "is not for out"),
         (lambda: cpu.rms_norm(FLAT.clone(), FLAT, WEIGHT[:8], eps=1e-5), "weight .* is not for rows"),
         (lambda: cpu.rms_norm(FLAT.clone(), FLAT, WEIGHT, eps=1e-5, residual=FLAT[:1].clone()), "not as many"),
@@ -130,6 +131,8 @@ def attend(**changed: torch.Tensor) -> None:
         (lambda: attend(seq_lens=STARTS[:1].long()), "seq_lens is torch.int64"),
         (lambda: attend(out=torch.zeros(1, 2, 16)), "does not fit query"),
         (lambda: attend(query_starts=STARTS[:1]), "1 query starts"),
+        (lambda: attend(sinks=torch.zeros(2).double()), "sinks .* of torch.float64 are not 2 float32"),
+        (lambda: attend(sinks=torch.zeros(3)), "sinks .* are not 2 float32"),
         (lambda: attend(value_cache=torch.zeros(2, 2, 16, 16)), "are not alike"),
         (lambda: cpu.lora_shrink(torch.zeros(1, 2, 4), FLAT, torch.zeros(1, 4, 16), ADAPTERS.long()), "adapters is"),
         (lambda: cpu.lora_shrink(torch.zeros(1, 2, 4), FLAT, torch.zeros(1, 4, 16).double(), ADAPTERS), "are float32"),

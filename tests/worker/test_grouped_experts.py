@@ -9,6 +9,7 @@ import torch
 
 from kernels import cpu
 from kernels.gpu import operations as gpu
+from kernels.gpu.quantized.packed_codes import PackedCodes
 from tests.kernels.device import DEVICE, IS_INTERPRETED
 from tests.worker.ranks_in_threads import on_all_ranks
 from tests.worker.test_cache_engine import CONFIG
@@ -18,6 +19,7 @@ from worker_svc.models.experts import Experts
 from worker_svc.models.grouped_experts import GroupedExperts
 from worker_svc.models.names import GPT_OSS, MIXTRAL
 from worker_svc.models.parts import ModelPart
+from worker_svc.models.quantized.fp8_store import Fp8Store
 from worker_svc.models.style import DecoderStyle, ExpertStyle
 from worker_svc.models.summed import Summed
 from worker_svc.models.weights import DummyWeights
@@ -78,6 +80,17 @@ def test_both_ways_agree_with_biases_and_a_clamped_gate(num_tokens: int) -> None
     expected, out = one_by_one(x), grouped(x.to(DEVICE)).cpu()
     torch.testing.assert_close(out, expected, rtol=2e-5, atol=2e-5 * float(expected.abs().max()))
     assert grouped.weight_bytes == grouped._router.weight_bytes + 5 * (2 * 18 * 30 + 30 * 18 + 2 * 18 + 30) * 4
+
+
+def test_gates_in_turn_are_put_in_order_before_they_are_quantised() -> None:
+    """To E4M3, when they are loaded: its rounding of the weights is all that is lost."""
+    part, weights = ModelPart.of(gpt_oss_of(5, 2), OnlyRank()), NamedWeights(DEVICE)
+    weights.store = Fp8Store(gpu)
+    grouped, one_by_one = _take_mlp(part, weights, "layer.", 0, gpu), both_ways(gpt_oss_of(5, 2))[0]
+    assert isinstance(grouped, GroupedExperts) and isinstance(grouped._inner, PackedCodes)
+    x = 10 * torch.randn(9, CONFIG.hidden_size, generator=torch.Generator().manual_seed(0))
+    expected, out = one_by_one(x), grouped(x.to(DEVICE)).cpu()
+    assert 1e-3 < (out - expected).abs().mean() / expected.std() < 0.1
 
 
 # What leads to experts elsewhere is never written, but activated with the rest.
