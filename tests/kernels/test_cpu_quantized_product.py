@@ -153,11 +153,11 @@ def test_nothing_beside_a_row_is_read_or_written_and_nan_stays_in_it(name: str) 
 def test_the_memory_that_is_kept_is_the_one_that_is_given() -> None:
     kept = []
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor.clone())
+    def new(num_bytes: int) -> torch.Tensor:
+        kept.append(torch.empty(num_bytes, dtype=torch.uint8))
         return kept[-1]
 
-    product = cpu.quantized_product(awq(50, 256, random()), None, keep)
+    product = cpu.quantized_product(awq(50, 256, random()), None, new)
     assert product is not None and product.record[1] == kept[0].data_ptr()
 
 
@@ -171,6 +171,11 @@ def test_factors_are_found_whatever_the_largest_of_them_is() -> None:
         assert found is not None and torch.equal(found[0].float() * found[1].float(), numbers), largest
     numbers[3, 5] *= 1 + 2**-20
     assert find_factors(numbers, 16) is None
+    nothing = torch.zeros(2, 16)
+    found = find_factors(nothing, 8)
+    assert found is not None and not found[0].any() and not found[1].any()
+    nothing[1, 9] = float("nan")
+    assert find_factors(nothing, 8) is None
 
 
 @pytest.mark.parametrize("make", [q4_k, q6_k])

@@ -26,7 +26,7 @@ __all__ = ["DTYPES", "ModelConfig", "ModelError"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".bin")
-_BYTES_A_NUMBER = {"int8": 1, "int4": 5 / 8, "int4-128": 4.25 / 8, "fp8": 1}  # by `--quantization`
+BYTES_A_NUMBER = {"int8": 1, "int4": 5 / 8, "int4-128": 4.25 / 8, "fp8": 1}  # by `--quantization`
 _HASHED_BYTES = 16 << 20
 _NUM_SAMPLES = 256  # with what they read, the most that a slow disk does in a second or two
 _SAMPLE_BYTES = 4096
@@ -72,7 +72,7 @@ class ModelConfig:
         if self.weights_format is not None and not self.quantization:
             return 2 * table * self.dtype.itemsize + int(layers * self.weights_format.usual.bits_per_number / 8)
         of_head = self.dtype.itemsize if self.quantization in ("", "fp8") else 1
-        of_layers = self.dtype.itemsize if not self.quantization else _BYTES_A_NUMBER[self.quantization]
+        of_layers = self.dtype.itemsize if not self.quantization else BYTES_A_NUMBER[self.quantization]
         return table * (self.dtype.itemsize + of_head) + int(layers * of_layers)
 
     @classmethod

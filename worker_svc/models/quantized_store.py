@@ -17,13 +17,13 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kernels.int8_weight import GROUP, PANEL
+from kernels.int8_weight import GROUP, PANEL, QUAD
 from octavo.models.safetensors_stream import PendingTensor, write_safetensors
 from octavo.shared.cache import cache_dir
 from worker_svc.host.huge_pages import HugePages
@@ -31,9 +31,6 @@ from worker_svc.models.config import ModelConfig
 from worker_svc.models.int4_linear import Int4Linear
 from worker_svc.models.int8_linear import Int8Linear
 from worker_svc.models.parts import ModelPart
-
-if TYPE_CHECKING:
-    from kernels.cpu.products.records import RecordWeight
 
 log = structlog.get_logger()
 
@@ -66,25 +63,22 @@ class QuantizedStore:
 
     def find(self, name: str, out_features: int, in_features: int) -> Int8Linear | Int4Linear | None:
         """The product that an earlier start kept; None where there is none of these sizes."""
-        parts = (_PACKED, _SCALE, _RECORDS, _BIAS)
-        packed, scale, records, bias = (self._stored.pop(f"{name}.{part}", None) for part in parts)
-        if packed is None:
+        stored = {part: self._stored.pop(f"{name}.{part}", None) for part in (_PACKED, _SCALE, _RECORDS, _BIAS)}
+        if stored[_PACKED] is None:
             return None
-        bias = None if bias is None else bias.clone()
-        if records is not None:
-            weight = _record_weight(packed, records.tolist(), out_features, in_features)
-            if weight is None:
-                return None
-            return self._add(name, Int4Linear(replace(weight, packed=self._memory.keep(weight.packed)), bias))
-        if scale is None or tuple(scale.shape) != (out_features,):
+        try:
+            product = _product(stored, out_features, in_features, self._memory)
+        except (ValueError, ZeroDivisionError) as error:  # the latter of a group of no inputs
+            log.warning(
+                "a kept product is damaged, and is made again", product=name, path=str(self._path), error=str(error)
+            )
             return None
-        if tuple(packed.shape[:2]) != (-(-out_features // PANEL), -(-in_features // GROUP)):
-            return None
-        return self._add(name, Int8Linear(self._memory.keep(packed), scale.clone(), bias))
+        self._products[name] = product
+        return product
 
     def make(self, name: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Int8Linear | Int4Linear:
         """Quantises a product; its weight [out_features, in_features] is not needed afterwards."""
-        from kernels.cpu.products import eight_bits, four_bits  # here, see `_record_weight`
+        from kernels.cpu.products import eight_bits, four_bits  # here, see `_product`
 
         self._num_made += 1
         bias, new = None if bias is None else bias.float(), self._memory.new
@@ -149,16 +143,27 @@ def _tensors(products: dict[str, Int8Linear | Int4Linear]) -> list[PendingTensor
     return pending
 
 
-def _record_weight(packed: torch.Tensor, numbers: list[int], *sizes: int) -> RecordWeight | None:
-    """As `_tensors` has written it; None for what is of other sizes."""
+def _product(
+    stored: dict[str, torch.Tensor | None], out_features: int, in_features: int, memory: HugePages
+) -> Int8Linear | Int4Linear:
+    """As `_tensors` has written it. Raises ValueError and ZeroDivisionError for what is of other sizes or types."""
     # Here, so that a worker with a GPU waits for no compiler of CPU code.
     from kernels.cpu.products.records import Codes, Offset, Records, RecordWeight, Scale
 
-    try:
-        codes, scale, offset, group = numbers
-        return RecordWeight(Records(Codes(codes), Scale(scale), Offset(offset), group), packed, *sizes)
-    except (ValueError, ZeroDivisionError):  # the latter of a group of no inputs
-        return None
+    packed, scale, records, bias = (stored[part] for part in (_PACKED, _SCALE, _RECORDS, _BIAS))
+    assert packed is not None
+    bias = None if bias is None else bias.clone()
+    if records is not None:
+        codes, of_scale, offset, group = records.tolist()
+        format_ = Records(Codes(codes), Scale(of_scale), Offset(offset), group)
+        weight = RecordWeight(format_, packed, out_features, in_features)
+        return Int4Linear(replace(weight, packed=memory.keep(packed)), bias)
+    shape = -(-out_features // PANEL), -(-in_features // GROUP), GROUP // QUAD, PANEL, QUAD
+    if scale is None or tuple(scale.shape) != (out_features,) or packed.shape != shape:
+        raise ValueError(f"its sizes are not those of {out_features} outputs of {in_features} inputs")
+    product = Int8Linear(memory.keep(packed), scale.clone(), bias)
+    product.compiled(in_features)  # checks types, and the bias
+    return product
 
 
 _TYPES = {torch.uint8: "U8", torch.int32: "I32", torch.float32: "F32"}
