@@ -3,8 +3,8 @@
 Each round is a Python process of its own, from its start to an `LLM` that is ready, and to the first token; with the
 most memory that its worker held. `--kinds` has weights of other types: those that are quantised when a model is loaded
 are made by a first start and kept, and found by a second one (`int8 kept`), in a cache of their own. `--beside` has
-another checkout of Octavo take turns with this one. Files are read once before, so that they are in memory as far as that goes, and
-kernels are compiled before, as `make setup` does. What `--keep` writes goes to benchmarks/results/.
+another checkout of Octavo take turns with this one. Files are read once before, so that they are in memory as far as
+that goes, and kernels are compiled before, as `make setup` does. `--keep` writes to benchmarks/results/.
 """
 
 from __future__ import annotations
