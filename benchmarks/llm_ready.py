@@ -65,9 +65,9 @@ def main() -> int:
             for name, tree in trees.items():
                 for what, times in measure(tree, model, kind):
                     found.setdefault((what, name), []).append(times)
-    rows = [{"kind": what, "tree": name, "rounds": times} for (what, name), times in found.items()]
-    for (what, name), times in found.items():
-        print(f"{what:10} {name:7}" + "".join(f"  {key} {_range(times, key)}" for key in times[0]))
+    rows = [{"kind": what, "tree": name, "rounds": rounds} for (what, name), rounds in found.items()]
+    for (what, name), rounds in found.items():
+        print(f"{what:10} {name:7}" + "".join(f"  {key} {_range(rounds, key)}" for key in rounds[0]))
     if arguments.keep:
         name = model.parent.name + "-" + model.stem if model.is_file() else model.name
         path = RESULTS / f"{datetime.date.today()}-ready-{name}-{machine.slug(facts)}.json"
