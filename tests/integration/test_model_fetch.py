@@ -277,7 +277,7 @@ def merges_of(tokenizer: Tokenizer) -> list[list[str]]:
 def test_sentencepiece_vocabulary_gives_the_ids_of_transformers(tmp_path: Path, llama: Any, space_prefix: bool) -> None:
     from transformers import AutoTokenizer
 
-    from octavo.models.gguf_convert import _read
+    from octavo.models.gguf_file import GgufFile
     from octavo.models.gguf_tokenizer import tokenizer_files
 
     words = ["▁", "t", "h", "e", "q", "u", "i", "n", "▁t", "he", "th", "▁th", "the", "▁the", "in", "qu", "▁▁", "ui"]
@@ -295,7 +295,7 @@ def test_sentencepiece_vocabulary_gives_the_ids_of_transformers(tmp_path: Path, 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    _, metadata = _read(tmp_path / "spm.gguf")
+    metadata = GgufFile(tmp_path / "spm.gguf").values
     ours = Tokenizer.from_str(tokenizer_files(metadata, 64)["tokenizer.json"])
     oracle = AutoTokenizer.from_pretrained(tmp_path, gguf_file="spm.gguf")
     assert merges_of(ours) == merges_of(oracle.backend_tokenizer)

@@ -10,7 +10,8 @@ import torch
 from kernels.cpu.library import at_level
 from kernels.cpu.native import build
 from kernels.cpu.products.eight_bits import quantize_eight_bits
-from kernels.cpu.products.packed_weight import PANEL, pack, pack_pairs
+from kernels.cpu.products.packed_weight import pack, pack_pairs
+from kernels.cpu.products.records import PANEL
 from kernels.int8_weight import pack_int8, quantize_int8
 
 SIZES = [(1, 1), (5, 16), (48, 17), (49, 96), (100, 33), (150, 64)]

@@ -171,6 +171,11 @@ def test_factors_are_found_whatever_the_largest_of_them_is() -> None:
         assert found is not None and torch.equal(found[0].float() * found[1].float(), numbers), largest
     numbers[3, 5] *= 1 + 2**-20
     assert find_factors(numbers, 16) is None
+    nothing = torch.zeros(2, 16)
+    found = find_factors(nothing, 8)
+    assert found is not None and not found[0].any() and not found[1].any()
+    nothing[1, 9] = float("nan")
+    assert find_factors(nothing, 8) is None
 
 
 @pytest.mark.parametrize("make", [q4_k, q6_k])

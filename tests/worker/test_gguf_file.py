@@ -12,7 +12,7 @@ import pytest
 from octavo.models.errors import GGUFError
 from octavo.models.gguf_file import GgufFile
 
-KINDS = {"U8": gguf.GGUFValueType.UINT8, "BF": gguf.GGMLQuantizationType.BF16, "Q8": gguf.GGMLQuantizationType.Q8_0}
+Kind = gguf.GGMLQuantizationType
 
 
 @pytest.fixture(scope="module")
@@ -25,21 +25,18 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer.add_array("a.scores", [0.5, -1.25])
     writer.add_array("a.types", [1, 3, -5])
     writer.add_array("a.flags", [True, False])
-    for name, add, value in (
-        ("uint8", writer.add_uint8, 255),
-        ("int16", writer.add_int16, -300),
-        ("uint64", writer.add_uint64, 1 << 60),
-        ("float32", writer.add_float32, 1e-5),
-        ("float64", writer.add_float64, 1e-5),
-        ("bool", writer.add_bool, True),
-    ):
-        add(f"a.{name}", value)
+    writer.add_uint8("a.uint8", 255)
+    writer.add_int16("a.int16", -300)
+    writer.add_uint64("a.uint64", 1 << 60)
+    writer.add_float32("a.float32", 1e-5)
+    writer.add_float64("a.float64", 1e-5)
+    writer.add_bool("a.bool", True)
     random = np.random.default_rng(0)
     writer.add_tensor("f32", random.random((3, 4), np.float32))
     writer.add_tensor("f16", random.random((2, 3, 4)).astype(np.float16))
     writer.add_tensor("one", random.random(7, np.float32))
-    writer.add_tensor("bf16", random.integers(0, 255, (5, 32), np.uint8), raw_dtype=KINDS["BF"])
-    writer.add_tensor("q8", random.integers(0, 255, (5, 34), np.uint8), raw_dtype=KINDS["Q8"])
+    writer.add_tensor("bf16", random.integers(0, 255, (5, 32), np.uint8), raw_dtype=Kind.BF16)
+    writer.add_tensor("q8", random.integers(0, 255, (5, 34), np.uint8), raw_dtype=Kind.Q8_0)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

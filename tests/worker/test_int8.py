@@ -148,7 +148,7 @@ def test_dummy_weights_are_quantised_and_not_kept(tmp_path: Path, cache: Path) -
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("damage", ["cut short", "not a file of tensors", "of other sizes"])
+@pytest.mark.parametrize("damage", ["cut short", "not a file of tensors", "of other sizes", "of other types"])
 def test_a_damaged_file_is_made_again(damage: str, tmp_path: Path, cache: Path) -> None:
     folder = make_family("qwen2", tmp_path / "model")
     expected = logits_of(load(folder))[1]
@@ -158,6 +158,15 @@ def test_a_damaged_file_is_made_again(damage: str, tmp_path: Path, cache: Path) 
         tensors = load_file(file)
         for name in ("lm_head.packed", "model.layers.1.mlp.gate_proj.scale", "model.layers.2.mlp.down_proj.packed"):
             tensors[name] = tensors[name][1:].contiguous()
+        save_file(tensors, file)
+    elif damage == "of other types":
+        tensors = load_file(file)
+        inner, outer = "model.layers.1.mlp.gate_proj", "model.layers.2.mlp.down_proj"
+        tensors["lm_head.packed"] = tensors["lm_head.packed"].view(torch.int8)
+        tensors[f"{inner}.packed"] = tensors[f"{inner}.packed"].transpose(3, 4).contiguous()
+        tensors[f"{outer}.scale"] = tensors[f"{outer}.scale"].double()
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.ones(3)
+        tensors["model.layers.0.mlp.down_proj.records"] = torch.tensor([1.5])
         save_file(tensors, file)
     else:
         file.write_bytes(whole[: len(whole) // 2] if damage == "cut short" else b"\x10" + bytes(40))

@@ -16,6 +16,7 @@ from tests.tiny_models import make_tiny_llama
 from tests.worker.model_cases import Stepper
 from worker_svc.models.checkpoint_files import open_checkpoint
 from worker_svc.models.config import ModelConfig, ModelError
+from worker_svc.models.decoder import Decoder
 from worker_svc.models.loader import Model, load_model
 
 TOKENS = [1, 500, 20, 1030, 7]
@@ -284,7 +285,32 @@ def test_a_pickle_of_something_else_is_named(folder: Path) -> None:
 
 def test_too_little_memory_is_said_before_it_is_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker_svc.models.loader.available_bytes", lambda: 500_000)
-    assert "too little memory for tiny: its weights take 0.000" in refusal(folder)
+    assert "too little memory for tiny: loading its weights takes up to 0.00" in refusal(folder)
+
+
+def test_bfloat16_is_the_same_model_as_its_numbers_in_float32_and_half_as_large(folder: Path) -> None:
+    """A float32 model of a checkpoint in bfloat16: nothing of it becomes float32 when it is loaded."""
+    narrow = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    models = []
+    for tensors in (narrow, {name: tensor.float() for name, tensor in narrow.items()}):
+        save_file(tensors, folder / "model.safetensors")
+        models.append(load_model(folder, ModelConfig.from_folder(folder, "float32"), "cpu"))
+    of_bfloat16, of_float32 = models
+    assert torch.equal(logits(of_bfloat16), logits(of_float32))
+    assert isinstance(of_bfloat16, Decoder) and isinstance(of_float32, Decoder)
+    embeddings = [model._embedding.weight for model in (of_bfloat16, of_float32) if model._embedding is not None]
+    assert [each.dtype for each in embeddings] == [torch.bfloat16, torch.float32]
+    assert of_float32.weights_bytes - of_bfloat16.weights_bytes == embeddings[0].nbytes
+
+
+def test_memory_is_asked_for_what_a_load_takes_at_its_peak(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stays alone would fit, but for a weight on its way."""
+    stays = load(folder).weights_bytes
+    monkeypatch.setattr("worker_svc.models.loader.available_bytes", lambda: stays + 1000)
+    assert "too little memory for tiny" in refusal(folder)
+    table = load_file(folder / "model.safetensors")["lm_head.weight"]
+    monkeypatch.setattr("worker_svc.models.loader.available_bytes", lambda: stays + 4 * table.numel() + 100_000)
+    load(folder)
 
 
 def test_the_estimate_of_memory_is_near_what_is_held(folder: Path, without_padding: None) -> None:

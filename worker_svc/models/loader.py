@@ -31,6 +31,8 @@ from worker_svc.models.quantized_store import QuantizedStore
 from worker_svc.models.stacked_experts import with_experts_apart
 from worker_svc.models.weights import CheckpointWeights, DummyWeights, Weights
 
+_BYTES_OF_CODES = 3  # a number of few bits while it is packed: a byte, and as much twice on its way
+
 
 class Model(Protocol):
     """A decoder over a paged cache. It holds no state between calls but its weights."""
@@ -142,13 +144,13 @@ def _store(part: ModelPart, device: torch.device, *, is_kept: bool) -> Quantized
 
 
 def _check_memory(part: ModelPart, device: torch.device, weights_bytes: int) -> None:
-    """Raises ModelError where weights of a model of so many bytes do not fit. Asked before they are read, because Linux
-    promises memory that it does not have and then kills the process that touches it."""
+    """Raises ModelError where so many bytes, as a model of one part takes them, do not fit. Asked before weights are
+    read, because Linux promises memory that it does not have and then kills the process that touches it."""
     needed_bytes = weights_bytes // part.num_parts
     if device.type == "cpu" and needed_bytes > (free_bytes := available_bytes()):
         raise ModelError(
-            f"too little memory for {part.whole.model_name}: its weights take {needed_bytes / GIB:.3g} GiB, "
-            f"{free_bytes / GIB:.3g} GiB are free"
+            f"too little memory for {part.whole.model_name}: loading its weights takes up to "
+            f"{needed_bytes / GIB:.3g} GiB, {free_bytes / GIB:.3g} GiB are free"
         )
 
 
@@ -165,26 +167,29 @@ def _checkpoint(folder: Path, part: ModelPart, device: torch.device, load_format
     store = _store(part, device, is_kept=True)
     weights = CheckpointWeights(folder, tensors, config.dtype, device, progress, store)
     if device.type == "cpu":
-        _check_memory(part, device, _weights_bytes(config, tensors, weights))
+        _check_memory(part, device, _peak_bytes(config, tensors, weights))
     return weights
 
 
-def _weights_bytes(config: ModelConfig, tensors: Tensors, weights: CheckpointWeights) -> int:
-    """What the weights of a checkpoint take on the device; of those that are quantised in it, what products keep."""
-    if not any(isinstance(tensor, QuantizedTensor) for tensor in tensors.values()):
-        return config.weights_bytes
+def _peak_bytes(config: ModelConfig, tensors: Tensors, weights: CheckpointWeights) -> int:
+    """What a checkpoint takes on a CPU while it is loaded: all that stays, and beside it the largest weight as it is
+    read. Numbers that may turn out to need fewer bits count as they are read."""
+    names, head, total, largest = config.style.names, f"{config.style.names.head}.weight", 0.0, 0.0
     keeps = weights.store.keeps if isinstance(weights.store, QuantizedStore) else None
-    total, head = 0.0, f"{config.style.names.head}.weight"
     is_tied = config.tie_word_embeddings and not isinstance(tensors.get(head), QuantizedTensor)
     for name, tensor in tensors.items():
         if is_tied and name == head:  # not read
             continue
-        is_table = name.endswith(f"{config.style.names.embedding}.weight")
-        of_product = config.bytes_per_number
+        count, is_table = math.prod(tensor.shape), name.endswith(f"{names.embedding}.weight")
+        as_read = beside = 2 if tensor.dtype == torch.bfloat16 else config.dtype.itemsize
+        of_product = float(as_read)
+        if config.quantization:
+            of_product = 1 if is_table or name == head else config.bytes_per_number
         if isinstance(tensor, QuantizedTensor):
-            of_product = weights.quantized.bytes_per_number(tensor, of_product, keeps)
-        # Of the embedding rows are copied, so it is expanded; as a tied head it is a product as well.
-        has_product = not is_table or is_tied
-        bytes_per_number = of_product * has_product + config.dtype.itemsize * is_table
-        total += math.prod(tensor.shape) * bytes_per_number
-    return int(total)
+            of_product, beside = weights.quantized.bytes_per_number(tensor, of_product, keeps), _BYTES_OF_CODES
+        # Of the embedding rows are copied, so it stays as it is read; as a tied head it is a product as well.
+        has_product, stays = not is_table or is_tied, is_table and beside == as_read
+        total += count * (of_product * has_product + as_read * is_table)
+        # Two weights of a layer are often one product.
+        largest = max(largest, 0 if stays else count * beside * (1 if is_table or name == head else 2))
+    return int(total + largest)

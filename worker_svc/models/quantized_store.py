@@ -14,28 +14,28 @@ that cannot be read or written costs time and nothing else.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import structlog
 import torch
-from safetensors import SafetensorError, safe_open
 
-from kernels.int8_weight import GROUP, PANEL
+from kernels.int8_weight import GROUP, PANEL, QUAD
 from kernels.quantized_weight import Numbers
 from octavo.models.safetensors_stream import PendingTensor, write_safetensors
 from octavo.shared.cache import cache_dir
 from worker_svc.host.huge_pages import HugePages
+from worker_svc.models.checkpoint_files import Tensors, open_checkpoint
 from worker_svc.models.config import ModelConfig
+from worker_svc.models.errors import ModelError
 from worker_svc.models.int4_linear import Int4Linear
 from worker_svc.models.int8_linear import Int8Linear
 from worker_svc.models.parts import ModelPart
-
-if TYPE_CHECKING:
-    from kernels.cpu.products.records import RecordWeight
+from worker_svc.models.quantized.stored_module import read_all
+from worker_svc.models.stored_tensor import StoredTensor
 
 log = structlog.get_logger()
 
@@ -56,7 +56,7 @@ class QuantizedStore:
         self._may_have_four_bits = config.dtype == torch.float32
         self._products: dict[str, Int8Linear | Int4Linear] = {}
         self._num_made, self._memory = 0, HugePages()
-        self._stored = _read(path) if path is not None else {}
+        self._stored: Tensors = _read(path) if path is not None else {}
 
     @classmethod
     def of_model(cls, part: ModelPart) -> QuantizedStore:
@@ -73,25 +73,22 @@ class QuantizedStore:
 
     def find(self, name: str, out_features: int, in_features: int) -> Int8Linear | Int4Linear | None:
         """The product that an earlier start kept; None where there is none of these sizes."""
-        parts = (_PACKED, _SCALE, _RECORDS, _BIAS)
-        packed, scale, records, bias = (self._stored.pop(f"{name}.{part}", None) for part in parts)
-        if packed is None:
+        stored = {part: self._stored.pop(f"{name}.{part}", None) for part in (_PACKED, _SCALE, _RECORDS, _BIAS)}
+        if stored[_PACKED] is None:
             return None
-        bias = None if bias is None else bias.clone()
-        if records is not None:
-            weight = _record_weight(packed, records.tolist(), out_features, in_features)
-            if weight is None:
-                return None
-            return self._add(name, Int4Linear(replace(weight, packed=self._memory.keep(weight.packed)), bias))
-        if scale is None or tuple(scale.shape) != (out_features,):
+        try:
+            product = _product(stored, out_features, in_features, self._memory)
+        except (ModelError, ValueError, ZeroDivisionError) as error:  # the last of a group of no inputs
+            log.warning(
+                "a kept product is damaged, and is made again", product=name, path=str(self._path), error=str(error)
+            )
             return None
-        if tuple(packed.shape[:2]) != (-(-out_features // PANEL), -(-in_features // GROUP)):
-            return None
-        return self._add(name, Int8Linear(self._memory.keep(packed), scale.clone(), bias))
+        self._products[name] = product
+        return product
 
     def make(self, name: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Int8Linear | Int4Linear:
         """Quantises a product; its weight [out_features, in_features] is not needed afterwards."""
-        from kernels.cpu.products import eight_bits, four_bits  # here, see `_record_weight`
+        from kernels.cpu.products import eight_bits, four_bits  # here, see `_product`
 
         self._num_made += 1
         bias, new = None if bias is None else bias.float(), self._memory.new
@@ -128,14 +125,13 @@ class QuantizedStore:
                 partial.unlink()
 
 
-def _read(path: Path) -> dict[str, torch.Tensor]:
-    """Everything in the file; may lie in the file's map until it is kept, as a step must not wait for the disk."""
+def _read(path: Path) -> Tensors:
+    """Everything in the file."""
     if not path.exists():
         return {}
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-    except (SafetensorError, OSError) as error:
+        return open_checkpoint([path], "safetensors")
+    except ModelError as error:
         log.warning("quantised weights cannot be read, and are made again", path=str(path), error=str(error))
         return {}
 
@@ -156,16 +152,39 @@ def _tensors(products: dict[str, Int8Linear | Int4Linear]) -> list[PendingTensor
     return pending
 
 
-def _record_weight(packed: torch.Tensor, numbers: list[int], *sizes: int) -> RecordWeight | None:
-    """As `_tensors` has written it; None for what is of other sizes."""
+def _product(
+    stored: dict[str, StoredTensor | None], out_features: int, in_features: int, memory: HugePages
+) -> Int8Linear | Int4Linear:
+    """As `_tensors` has written it. Raises ValueError and ZeroDivisionError for what is of other sizes or types,
+    ModelError for what cannot be read."""
     # Here, so that a worker with a GPU waits for no compiler of CPU code.
     from kernels.cpu.products.records import Codes, Offset, Records, RecordWeight, Scale
 
-    try:
-        codes, scale, offset, group = numbers
-        return RecordWeight(Records(Codes(codes), Scale(scale), Offset(offset), group), packed, *sizes)
-    except (ValueError, ZeroDivisionError):  # the latter of a group of no inputs
+    packed, records = stored[_PACKED], _small(stored[_RECORDS], 4, torch.int32)
+    bias, scale = (_small(stored[part], out_features, torch.float32) for part in (_BIAS, _SCALE))
+    shape: tuple[int, ...] = -(-out_features // PANEL), -(-in_features // GROUP), GROUP // QUAD, PANEL, QUAD
+    if records is not None:
+        codes, of_scale, offset, group = records.tolist()
+        format_ = Records(Codes(codes), Scale(of_scale), Offset(offset), group)
+        shape = format_.packed_shape(out_features, in_features)
+    if packed is None or packed.dtype != torch.uint8 or packed.shape != shape:
+        raise ValueError(f"its weight is not one of {out_features} outputs of {in_features} inputs")
+    weight = memory.new(math.prod(shape)).view(shape)
+    packed.read_into(weight, [range(shape[0])], [range(shape[-1])])
+    if records is not None:
+        return Int4Linear(RecordWeight(format_, weight, out_features, in_features), bias)
+    if scale is None:
+        raise ValueError("it has no scale")
+    return Int8Linear(weight, scale, bias)
+
+
+def _small(tensor: StoredTensor | None, size: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """One of so many numbers; None where there is none. Raises ValueError for another."""
+    if tensor is None:
         return None
+    if tensor.shape != (size,) or tensor.dtype != dtype:
+        raise ValueError(f"{list(tensor.shape)} of {tensor.dtype} is not {size} of {dtype}")
+    return read_all(tensor, torch.device("cpu"))
 
 
 _TYPES = {torch.uint8: "U8", torch.int32: "I32", torch.float32: "F32"}

@@ -9,27 +9,48 @@ namespace {
 struct Part {
     i64 section, values, bytes, columns, of_record;
 };
+const i64 MOST_PARTS = 2;  // of a section: of scales, and of offsets
 
-// A column of some outputs, zeros behind them.
+// A column of a panel's outputs, `stride` numbers apart.
 template <class T>
-void put_column(char *packed, i64 values, i64 stride, i64 rows) {
-    const T *from = (const T *)values;
-    T lanes[PANEL] = {};
-    for (i64 lane = 0; lane < rows; lane++) lanes[lane] = from[lane * stride];
+void put_column(char *packed, const char *values, i64 stride) {
+    T lanes[PANEL];
+    for (i64 lane = 0; lane < PANEL; lane++) lanes[lane] = ((const T *)values)[lane * stride];
     memcpy(packed, lanes, sizeof lanes);
 }
 
+// A cache line of each output, side by side: in memory outputs may lie so far apart that one cache line drives another
+// one out.
+struct Tile {
+    char bytes[PANEL][CACHE_LINE];
+
+    // So many bytes of some outputs, whose first are at `from`; zeros behind the last output.
+    void fill(const char *from, i64 stride, i64 rows, i64 count) {
+        if (rows < PANEL) memset(bytes, 0, sizeof bytes);
+        for (i64 row = 0; row < rows; row++) memcpy(bytes[row], from + row * stride, count);
+    }
+    void put(char *packed, i64 place, i64 size) const {
+        const char *values = bytes[0] + place;
+        if (size == 1) put_column<int8_t>(packed, values, CACHE_LINE);
+        else if (size == 2) put_column<int16_t>(packed, values, CACHE_LINE / 2);
+        else put_column<int32_t>(packed, values, CACHE_LINE / 4);
+    }
+};
+
 char *put_section(char *packed, const Part *parts, i64 num_parts, i64 first_row, i64 rows, i64 record, bool is_last) {
     i64 first = record * parts->of_record, count = is_last ? parts->columns - first : parts->of_record;
-    for (i64 column = first; column < first + count; column++)
+    Tile tiles[MOST_PARTS];
+    for (i64 column = first, next; column < first + count; column = next) {
+        next = smaller(column + CACHE_LINE / 4, first + count);
         for (i64 i = 0; i < num_parts; i++) {
-            const Part &part = parts[i];
-            i64 values = part.values + (first_row * part.columns + column) * part.bytes;
-            if (part.bytes == 1) put_column<int8_t>(packed, values, part.columns, rows);
-            else if (part.bytes == 2) put_column<int16_t>(packed, values, part.columns, rows);
-            else put_column<int32_t>(packed, values, part.columns, rows);
-            packed += PANEL * part.bytes;
+            i64 stride = parts[i].columns * parts[i].bytes;
+            const char *from = (const char *)parts[i].values + first_row * stride + column * parts[i].bytes;
+            tiles[i].fill(from, stride, rows, (next - column) * parts[i].bytes);
         }
+        for (i64 some = column; some < next; some++)
+            for (i64 i = 0; i < num_parts; packed += PANEL * parts[i++].bytes)
+                tiles[i].put(packed, (some - column) * parts[i].bytes, parts[i].bytes);
+    }
     return packed;
 }
 

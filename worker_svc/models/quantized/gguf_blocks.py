@@ -35,14 +35,14 @@ Read = Callable[[torch.Tensor], QuantizedWeight]  # of u8[rows, blocks, bytes of
 
 def is_matrix_of_blocks(tensor: GgufTensor) -> bool:
     """Whether it can be had as a `GgufBlocks`."""
-    return tensor.kind in _KINDS and len(tensor.shape) == 2
+    return tensor.kind in FORMATS and len(tensor.shape) == 2
 
 
 class GgufBlocks(QuantizedTensor):
     """One matrix."""
 
     def __init__(self, path: Path, tensor: GgufTensor) -> None:
-        self._block_bytes, size, self._read = _KINDS[tensor.kind]
+        self._block_bytes, size, self._read = FORMATS[tensor.kind]
         self._tensor = tensor
         outputs, inputs = tensor.matrix
         num_bytes = outputs * inputs // size * self._block_bytes
@@ -150,7 +150,7 @@ def _q6_k(blocks: torch.Tensor) -> QuantizedWeight:
     return _weight(Numbers.INT6, codes, scale.flatten(1), 16)
 
 
-_KINDS: dict[str, tuple[int, int, Read]] = {  # bytes of a block, numbers in it
+FORMATS: dict[str, tuple[int, int, Read]] = {  # bytes of a block, numbers in it, how it is read on any device
     "Q4_0": (18, 32, _q4_0),
     "Q4_1": (20, 32, _q4_1),
     "Q5_0": (22, 32, _q5_0),
