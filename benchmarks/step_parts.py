@@ -62,8 +62,18 @@ def of_pass(run: Callable[[], Any], weights_bytes: int, num_threads: int, num_pa
     finally:
         library().time_work(None)
     middle = sorted(passes)[2 * num_passes // 5 : max(3 * num_passes // 5, 2 * num_passes // 5 + 1)]
-    *times_ns, phases = map(float, np.mean(middle, axis=0))
-    return PassParts(*(ns / 1e6 for ns in times_ns), phases, weights_bytes, max(before, reader.gb_per_s()))
+    means = np.mean(middle, axis=0)
+    pass_ms, rows_ms, products_ms, attention_ms, waiting_ms = (float(ns) / 1e6 for ns in means[:5])
+    return PassParts(
+        pass_ms,
+        rows_ms,
+        products_ms,
+        attention_ms,
+        waiting_ms,
+        phases=float(means[5]),
+        weights_bytes=weights_bytes,
+        read_gb_per_s=max(before, reader.gb_per_s()),
+    )
 
 
 def empty_phase_us(num_threads: int) -> float:

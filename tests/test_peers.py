@@ -134,6 +134,11 @@ def test_a_request_that_is_alone_runs_between_two_looks_at_memory(engine: PeerEn
     assert "read_gb_per_s" not in two.take({"octavo": engine}, {})[0]
 
 
+def test_engines_are_loaded_together_or_each_for_its_turn() -> None:
+    assert peers.sittings(["a", "b"], 3, one_by_one=False) == [(["a", "b"], [0, 1, 2])]
+    assert peers.sittings(["a", "b"], 2, one_by_one=True) == [(["a"], [0]), (["b"], [0]), (["a"], [1]), (["b"], [1])]
+
+
 def test_all_engines_can_be_limited_to_the_same_instructions(tmp_path: Path) -> None:
     (tmp_path / "llamacpp/bin").mkdir(parents=True)
     (tmp_path / "made/qwen").mkdir(parents=True)
