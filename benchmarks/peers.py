@@ -26,6 +26,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from subprocess import CalledProcessError
 from typing import Any
 
 from benchmarks.instruction_sets import SETS
@@ -74,6 +75,7 @@ def main() -> int:
         "machine": facts,
         "model": folder.name,
         "instructions": arguments.instructions,
+        "limited_by": SETS[arguments.instructions].variables() if arguments.instructions else {},
         "one_by_one": arguments.one_by_one,
         **rows,
     }
@@ -146,11 +148,11 @@ def _start(
         variables, known = kind.variables(arguments.environments, limits), engines.get(name, {})
         if "failed" in known:
             continue
-        token_bytes = known.get("token_bytes") or kind.token_bytes(arguments.environments, folder, variables)
         try:
+            token_bytes = known.get("token_bytes") or kind.token_bytes(arguments.environments, folder, variables)
             engine = stack.enter_context(PeerEngine(kind, arguments.environments, folder, variables))
             engine.run(workloads.warm_up(1000))
-        except EngineFailed as error:
+        except (EngineFailed, CalledProcessError) as error:
             engines[name] = known | {"failed": str(error)}
             print(f"{name}: {error}", file=sys.stderr)
             continue
