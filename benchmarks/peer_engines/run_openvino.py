@@ -19,9 +19,7 @@ def main() -> None:
     parser.add_argument("--float32", action="store_true", help="products and cache")
     arguments = parser.parse_args()
     if os.environ.get("OV_CPU_MAX_ISA") and tuple(map(int, ov.__version__.split(".")[:2])) < (2026, 4):
-        raise SystemExit(
-            "OpenVINO before 2026.4 limits its products alone to a set of instructions, not its own kernels"
-        )
+        raise SystemExit("OpenVINO before 2026.4 can limit its products to a set of instructions, not its own kernels")
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size = 2  # GiB: holds all of W3, and leaves memory for the other engines
     scheduler.max_num_seqs = 64
