@@ -268,8 +268,7 @@ def _step_parts() -> str:
     if not results:
         return NOT_MEASURED
     facts = results[0]["machine"]
-    empty_us = statistics.median(result["empty_phase_us"] for result in results)
-    about = f"{facts['cpu']}, {facts['cores']} cores, {results[0]['date']}; an empty phase takes {empty_us:.2f} µs:"
+    about = f"{facts['cpu']}, {facts['cores']} cores, {results[0]['date']}, milliseconds:"
     return f"{about}\n\n{step_parts.table(results)}"
 
 

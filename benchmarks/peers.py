@@ -3,8 +3,8 @@
 Each engine lives in a virtual environment of its own (`--how-to-install` prints the commands) and is one process that
 answers workloads over its pipes (`benchmarks/peer_engines/`). Engines with weights of one type are loaded together, and
 take turns, workload by workload and round by round. The others are stopped meanwhile, so that no spinning thread of one
-costs another. A round has token ids of its own, so that no engine finds a prompt in its cache. What is not installed is
-left out, by name.
+costs another. Where memory does not hold them together, `--one-by-one` starts each anew for every round. A round has
+token ids of its own, so that no engine finds a prompt in its cache. What is not installed is left out, by name.
 
 Before and after the turn of an engine with a request that is alone, this process measures how fast memory is read, by
 as many threads and over as many bytes as the engine's weights, up to 512 MB. Another prompt then shows how long the
@@ -26,6 +26,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from subprocess import CalledProcessError
 from typing import Any
 
 from benchmarks.instruction_sets import SETS
@@ -51,6 +52,7 @@ def main() -> int:
     parser.add_argument("--types", nargs="+", choices=TYPES, default=list(TYPES), help="of weights")
     parser.add_argument("--workloads", nargs="+", choices=tuple(workloads.WORKLOADS), default=list(workloads.WORKLOADS))
     parser.add_argument("--rounds", type=int, nargs="+", default=[3], metavar="N", help="of all workloads, or of each")
+    parser.add_argument("--one-by-one", action="store_true", help="load one engine at a time")
     parser.add_argument("--instructions", choices=tuple(SETS), help="of all engines (default: the processor's)")
     parser.add_argument("--no-results", action="store_true", help="print only")
     parser.add_argument("--how-to-install", action="store_true", help="print the commands and end")
@@ -73,6 +75,8 @@ def main() -> int:
         "machine": facts,
         "model": folder.name,
         "instructions": arguments.instructions,
+        "limited_by": SETS[arguments.instructions].variables() if arguments.instructions else {},
+        "one_by_one": arguments.one_by_one,
         **rows,
     }
     if not arguments.no_results:
@@ -104,17 +108,26 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     rounds = dict(zip(arguments.workloads, itertools.cycle(arguments.rounds), strict=False))
     reader = MemoryReader(_MOST_READ_BYTES, available_cores())
     for type_ in arguments.types:
-        with ExitStack() as stack:
-            of_type = [name for name in arguments.engines if ENGINES[name].type == type_]
-            running = dict(_start(of_type, arguments, folder, stack, rows["engines"]))
-            for number in range(max(arguments.rounds)):
-                for workload_name in (name for name in arguments.workloads if number < rounds[name]):
-                    workload = workloads.make(workload_name, vocab_size, seed=workloads.SEED + number)
-                    turns = _Turns(workload, vocab_size, number, reader, rows["engines"])
-                    rows["runs"] += turns.take(running, right)
-            for name, engine in running.items():
-                rows["engines"][name]["peak_gib"] = engine.peak_bytes / 2**30
+        of_type = [name for name in arguments.engines if ENGINES[name].type == type_]
+        for names, numbers in sittings(of_type, max(arguments.rounds), arguments.one_by_one):
+            with ExitStack() as stack:
+                running = dict(_start(names, arguments, folder, stack, rows["engines"]))
+                for number in numbers:
+                    for workload_name in (name for name in arguments.workloads if number < rounds[name]):
+                        workload = workloads.make(workload_name, vocab_size, seed=workloads.SEED + number)
+                        turns = _Turns(workload, vocab_size, number, reader, rows["engines"])
+                        rows["runs"] += turns.take(running, right)
+                for name, engine in running.items():
+                    facts = rows["engines"][name]
+                    facts["peak_gib"] = max(facts.get("peak_gib", 0.0), engine.peak_bytes / 2**30)
     return rows
+
+
+def sittings(names: Sequence[str], num_rounds: int, one_by_one: bool) -> list[tuple[list[str], list[int]]]:
+    """Engines that are loaded together, and the rounds that they run then."""
+    if not one_by_one:
+        return [(list(names), list(range(num_rounds)))]
+    return [([name], [number]) for number in range(num_rounds) for name in names]
 
 
 def _start(
@@ -132,18 +145,20 @@ def _start(
             engines[name] = {"missing": missing}
             print(f"{name}: not here, {missing}", file=sys.stderr)
             continue
-        variables = kind.variables(arguments.environments, limits)
-        token_bytes = kind.token_bytes(arguments.environments, folder, variables)
+        variables, known = kind.variables(arguments.environments, limits), engines.get(name, {})
+        if "failed" in known:
+            continue
         try:
+            token_bytes = known.get("token_bytes") or kind.token_bytes(arguments.environments, folder, variables)
             engine = stack.enter_context(PeerEngine(kind, arguments.environments, folder, variables))
             engine.run(workloads.warm_up(1000))
-        except EngineFailed as error:
-            engines[name] = {"failed": str(error)}
+        except (EngineFailed, CalledProcessError) as error:
+            engines[name] = known | {"failed": str(error)}
             print(f"{name}: {error}", file=sys.stderr)
             continue
         engine.pause()
-        engines[name] = {"version": engine.version, "type": kind.type, "ready_s": engine.ready_s}
-        engines[name]["token_bytes"] = token_bytes
+        said = {"version": engine.version, "type": kind.type, "ready_s": engine.ready_s, "token_bytes": token_bytes}
+        engines[name] = known | said
         print(f"{name}: {engine.version}, ready after {engine.ready_s:.1f} s", file=sys.stderr)
         yield name, engine
 

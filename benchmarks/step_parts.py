@@ -25,12 +25,11 @@ from octavo.llm import LLM
 _NUM_WORKS = 5  # `Work` of kernels/cpu/native/threads.h
 _PHASES = {"forward": ["forward"], "sample": ["sample"], "prepare": ["cache_ops", "prepare"]}  # of a worker's step
 _STEP_TOKENS, _STEP_RUNS = 100, 4
-_EMPTY_PHASES, _EMPTY_ROUNDS = 1000, 20
 
 
 @dataclasses.dataclass(frozen=True)
 class PassParts:
-    """Milliseconds of a pass: those of its middle, by time, of which a fifth is averaged."""
+    """Milliseconds of a pass: means of the quickest quarter, as what else runs on a machine only adds."""
 
     pass_ms: float
     rows_ms: float  # norms, rotation, gates, the way into the cache
@@ -61,20 +60,18 @@ def of_pass(run: Callable[[], Any], weights_bytes: int, num_threads: int, num_pa
             passes.append((time.perf_counter_ns() - started_ns, *(spent / num_threads)))
     finally:
         library().time_work(None)
-    middle = sorted(passes)[2 * num_passes // 5 : max(3 * num_passes // 5, 2 * num_passes // 5 + 1)]
-    *times_ns, phases = map(float, np.mean(middle, axis=0))
-    return PassParts(*(ns / 1e6 for ns in times_ns), phases, weights_bytes, max(before, reader.gb_per_s()))
-
-
-def empty_phase_us(num_threads: int) -> float:
-    """What it costs threads to go from one phase to the next where each has next to nothing to do: the best of some."""
-    times, best = np.zeros((_EMPTY_PHASES, num_threads), np.int64), float("inf")
-    for _ in range(_EMPTY_ROUNDS):
-        times[:] = 0
-        started = time.perf_counter()
-        library().count_phases(times.ctypes.data, _EMPTY_PHASES, num_threads, num_threads, -1, 0)
-        best = min(best, time.perf_counter() - started)
-    return best / _EMPTY_PHASES * 1e6
+    means = np.mean(sorted(passes)[: max(num_passes // 4, 1)], axis=0)
+    pass_ms, rows_ms, products_ms, attention_ms, waiting_ms = (float(ns) / 1e6 for ns in means[:5])
+    return PassParts(
+        pass_ms,
+        rows_ms,
+        products_ms,
+        attention_ms,
+        waiting_ms,
+        phases=float(means[5]),
+        weights_bytes=weights_bytes,
+        read_gb_per_s=max(before, reader.gb_per_s()),
+    )
 
 
 def of_step(model: Path, options: dict[str, str]) -> dict[str, float]:
@@ -105,7 +102,7 @@ def is_in(result: dict[str, Any]) -> bool:
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Markdown, milliseconds: a row for each result of `benchmarks.step_profile` that has them."""
     headers = ["weights", "products", "attention", "other rows", "waiting", "Python", "the pass", "bound / pass"]
-    headers += ["sampling", "around it", "a step", "phases, empty"]
+    headers += ["sampling", "around it", "a step", "phases"]
     lines = [f"| {' | '.join(headers)} |", "| --- " * len(headers) + "|"]
     for result in filter(is_in, results):
         parts, step = PassParts(**result["sequences"]["1"]["parts"]), result["step"]
@@ -113,7 +110,6 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         around_ms = step["step_ms"] - step["forward_ms"] - step["sample_ms"]
         cells = [parts.products_ms, parts.attention_ms, parts.rows_ms, parts.waiting_ms, parts.python_ms, parts.pass_ms]
         cells += [bound_ms / parts.pass_ms, step["sample_ms"], around_ms, step["step_ms"]]
-        empty_ms = parts.phases * result["empty_phase_us"] / 1e3
         shown = [f"{Path(result['model']).name}, {result['type']}", *(f"{cell:.2f}" for cell in cells)]
-        lines.append(f"| {' | '.join(shown)} | {parts.phases:.0f}, {empty_ms:.2f} |")
+        lines.append(f"| {' | '.join(shown)} | {parts.phases:.0f} |")
     return "\n".join(lines)

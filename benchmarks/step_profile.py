@@ -293,7 +293,6 @@ def main() -> int:
             "type": type_,
             "seq_len": arguments.seq_len,
             "limits": dataclasses.asdict(limits),
-            "empty_phase_us": step_parts.empty_phase_us(arguments.threads),
             "step": step,
             "sequences": {
                 str(count): figures(profile(arguments.model, type_, count, arguments.seq_len, arguments.passes), limits)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from subprocess import CalledProcessError
 
 import pytest
 import torch
@@ -132,6 +135,29 @@ def test_a_request_that_is_alone_runs_between_two_looks_at_memory(engine: PeerEn
     assert row["prompt_s"] > 0 and row["same_requests"] == 1
     two = peers._Turns(workload(([1, 2], 3), ([4], 1)), 100, 0, Reader(), {})  # type: ignore[arg-type]
     assert "read_gb_per_s" not in two.take({"octavo": engine}, {})[0]
+
+
+def test_an_engine_that_fails_is_left_out_with_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise CalledProcessError(1, ["token_bytes"])
+
+    ends = [sys.executable, "-c", "import sys; sys.exit('no such instructions')"]
+    kinds = {
+        "uncounted": EngineKind("int8", lambda *_: [], token_bytes=fail),
+        "ends": EngineKind("int8", lambda *_: ends),
+    }
+    monkeypatch.setattr(peers, "ENGINES", kinds)
+    engines: dict[str, dict[str, str]] = {}
+    with ExitStack() as stack:
+        arguments = argparse.Namespace(environments=tmp_path, instructions="avx2")
+        assert not list(peers._start(list(kinds), arguments, tmp_path, stack, engines))
+    assert "token_bytes" in engines["uncounted"]["failed"]
+    assert "no such instructions" in engines["ends"]["failed"]
+
+
+def test_engines_are_loaded_together_or_each_for_its_turn() -> None:
+    assert peers.sittings(["a", "b"], 3, one_by_one=False) == [(["a", "b"], [0, 1, 2])]
+    assert peers.sittings(["a", "b"], 2, one_by_one=True) == [(["a"], [0]), (["b"], [0]), (["a"], [1]), (["b"], [1])]
 
 
 def test_all_engines_can_be_limited_to_the_same_instructions(tmp_path: Path) -> None:

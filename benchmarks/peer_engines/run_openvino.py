@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,6 +18,8 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--float32", action="store_true", help="products and cache")
     arguments = parser.parse_args()
+    if os.environ.get("OV_CPU_MAX_ISA") and tuple(map(int, ov.__version__.split(".")[:2])) < (2026, 4):
+        raise SystemExit("OpenVINO before 2026.4 can limit its products to a set of instructions, not its own kernels")
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size = 2  # GiB: holds all of W3, and leaves memory for the other engines
     scheduler.max_num_seqs = 64

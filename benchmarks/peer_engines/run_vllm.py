@@ -39,7 +39,11 @@ def main() -> None:
 
     def generate(requests: Sequence[Request]) -> list[list[int]]:
         llm.reset_prefix_cache()
-        params = [vllm.SamplingParams(temperature=0, ignore_eos=True, max_tokens=count) for _, count in requests]
+        # No text: the ids of a made-up model are more than its tokenizer knows.
+        params = [
+            vllm.SamplingParams(temperature=0, ignore_eos=True, max_tokens=count, detokenize=False)
+            for _, count in requests
+        ]
         prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
         return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
 

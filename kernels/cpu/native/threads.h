@@ -17,8 +17,8 @@ struct Team {
     int32_t
         *counters;  // for each thread the items taken of its share, phase by phase; the items done, likewise; sleepers
     int thread, threads, phases;
-    int phase;  // which comes next
-    int work;   // what the next phases are, of `Work`
+    int phase;   // which comes next
+    int work;    // what the next phases are, of `Work`
     i64 *spent;  // by work, nanoseconds of this thread; 0 where nobody asks
 };
 
