@@ -166,7 +166,7 @@ def test_requests_share_the_blocks_of_one_prompt(page: Page) -> None:
 
 
 def test_outputs_of_one_request_fork_and_copy_what_they_write(page: Page) -> None:
-    asks(page, prompt="hello", n=8, max_tokens=450)
+    asks(page, prompt="hello", n=8, max_tokens=450, copies=4)  # which wait for blocks, and so are there to be seen
     page.expect("document.querySelector('#requests .note')?.textContent.includes('forked, 8 outputs')")
     page.expect("document.querySelector('#workers .block.copied')")
     page.expect("document.querySelector('#events')?.textContent.includes('before it was written')")
