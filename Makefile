@@ -8,7 +8,7 @@ PYTHON ?= python3
 MODEL ?= smollm2-135m-instruct
 DEMO_PORT ?= 50051
 DEMO_QUESTION ?= Why is the sky blue? Answer in two sentences.
-# Two more than two cores: tests wait for processes, leases and clocks for four tenths of their time, and others compute.
+# Two more than two cores: while tests wait for processes, leases and clocks, others compute.
 PYTEST_WORKERS ?= 4
 BIN := .venv/bin
 
