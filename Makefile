@@ -8,8 +8,8 @@ PYTHON ?= python3
 MODEL ?= smollm2-135m-instruct
 DEMO_PORT ?= 50051
 DEMO_QUESTION ?= Why is the sky blue? Answer in two sentences.
-# One more than two cores: while a test waits for a process, a lease or a clock, another computes.
-PYTEST_WORKERS ?= 3
+# Two more than two cores: while tests wait for processes, leases and clocks, others compute.
+PYTEST_WORKERS ?= 4
 BIN := .venv/bin
 
 .PHONY: setup site model demo test test-quick mutants isa sanitize lint kernels protos locks sbom audit bench chaos try-compose try-kubernetes clean

@@ -178,7 +178,8 @@ class Page:
                 return self.evaluate(_WAITING % (1000 * seconds, condition))
             except RuntimeError as error:
                 if "in vain" in str(error):
-                    raise AssertionError(f"not within {seconds} s: {condition}") from None
+                    shown = self.evaluate("document.body.innerText")
+                    raise AssertionError(f"not within {seconds} s: {condition}; the page shows {shown!r}") from None
                 if "navigat" not in str(error):  # else it was asked of the page that was left
                     raise
 

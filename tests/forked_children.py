@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from tests import forkserver
+from tests.forked_ranks import fork_ranks
 
 
 def fork_children(births: Connection, missing: Sequence[str]) -> None:
@@ -35,6 +36,7 @@ def fork_children(births: Connection, missing: Sequence[str]) -> None:
 
     for module in (supervisor, kept_processes):
         module.__dict__["start_child"] = start_child
+    fork_ranks()
     # Or the first child would start a fork server anew: this process knows the address of the one that it came from.
     server = forkserver.forkserver._forkserver  # type: ignore[attr-defined]  # no stub has it
     server.__dict__["ensure_running"] = lambda: None
@@ -79,8 +81,7 @@ class ForkedChild:
 
 
 def _run(arguments: list[str], environment: dict[str, str], said: Connection, missing: Sequence[str]) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.setpgid(0, 0)
+    ends_with_parent()
     module, *options = arguments
     if module == "octavo":
         missing = () if options[0] == "worker" else forkserver.WITHOUT_TORCH
@@ -88,8 +89,13 @@ def _run(arguments: list[str], environment: dict[str, str], said: Connection, mi
     forkserver.run("octavo.cli" if module == "octavo" else module, options)
 
 
+def ends_with_parent() -> None:
+    """In the process that was forked, what the kernel does for a real child; and no Ctrl-C is meant for it."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.setpgid(0, 0)
+
+
 def _end_with_parent() -> None:
-    """What the kernel does for a real child."""
     parent = parent_process()
     assert parent is not None
     parent.join()

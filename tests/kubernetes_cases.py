@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from deploy.kubernetes import make_chart
-from tests.kubernetes_renderers import Manifest, kustomize, merged, pods
+from tests.kubernetes_renderers import Manifest, kustomize, merged, pods, read
 
 KUBERNETES = make_chart.HERE
 # A way to install: overlay, components beside it, files of values, and values.
@@ -63,9 +63,9 @@ def rendered(case: str) -> list[Manifest]:
 
 def values_of(case: str) -> dict[str, Any]:
     """What the chart gets."""
-    values = yaml.safe_load((make_chart.CHART / "values.yaml").read_text(encoding="utf-8"))
+    (values,) = read(make_chart.CHART / "values.yaml")
     for name in CASES[case][2]:
-        values = merged(values, yaml.safe_load((make_chart.CHART / name).read_text(encoding="utf-8")))
+        values = merged(values, read(make_chart.CHART / name)[0])
     return merged(values, CASES[case][3])
 
 

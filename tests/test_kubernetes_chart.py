@@ -15,7 +15,7 @@ import yaml
 
 from deploy.kubernetes import make_chart
 from tests.kubernetes_cases import CASES, folder_of, named, rendered, templates, values_of
-from tests.kubernetes_renderers import Manifest, helm, merged, pods
+from tests.kubernetes_renderers import Manifest, documents, helm, merged, pods
 
 every_case = pytest.mark.parametrize("case", CASES)
 
@@ -86,7 +86,7 @@ def test_kubectl_makes_the_same(case: str, manifests: list[Manifest], tmp_path: 
     for name in generated:
         assert len(set(re.findall(rf"\b{name}-[0-9a-z]+\b", made))) == 1, "all name it as it is"
         made = re.sub(rf"\b({name})-[0-9a-z]+\b", r"\1", made)
-    assert named(list(yaml.safe_load_all(made))) == named(manifests)
+    assert named(documents(made)) == named(manifests)
 
 
 @every_case
@@ -94,7 +94,7 @@ def test_helm_makes_the_same(case: str) -> None:
     files = [f"--values={make_chart.CHART / name}" for name in CASES[case][2]]
     flags = [f"--set={name}.enabled=true" for name in CASES[case][3]]
     made = run(program("helm"), "template", "octavo", str(make_chart.CHART), "--namespace", "octavo", *files, *flags)
-    assert named([each for each in yaml.safe_load_all(made) if each]) == named(helm(templates(), values_of(case)))
+    assert named([each for each in documents(made) if each]) == named(helm(templates(), values_of(case)))
     assert "0 chart(s) failed" in run(program("helm"), "lint", str(make_chart.CHART), *files, *flags)
 
 

@@ -32,7 +32,7 @@ class Gateway:
         return OpenAI(base_url=f"{self.url}/v1", **{"api_key": "sk-of-a-test", "max_retries": 0, **options})
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], str]:
         """Status, headers by their names in lower case, and body of one request; bytes are sent as they are."""
@@ -50,7 +50,7 @@ class Gateway:
 
     @contextlib.contextmanager
     def _asking(self, method: str, path: str, body: Any, headers: dict[str, str]) -> Iterator[http.client.HTTPResponse]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         given = {name.replace("_", "-"): value for name, value in headers.items()}
         with contextlib.closing(connection):

@@ -79,7 +79,7 @@ def test_no_page(server: FakeServer) -> None:
 
 
 def open_feed(where: Gateway, **headers: str) -> http.client.HTTPResponse:
-    connection = http.client.HTTPConnection("127.0.0.1", where.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", where.port, timeout=60)
     connection.request("GET", "/live", headers=headers)
     return connection.getresponse()
 

@@ -50,7 +50,7 @@ class Service:
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 
         request = health_pb2.HealthCheckRequest(service="octavo.v1.Inference")
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60  # a guard: a machine may be busy with others
         with grpc.insecure_channel(self.address, options=QUICK) as channel:
             while True:
                 try:
@@ -90,7 +90,7 @@ def scheduler(*flags: str, is_forked: bool = True) -> Iterator[Service]:
         yield service
     finally:
         service.process.terminate()
-        service.process.wait(timeout=10)
+        service.process.wait(timeout=60)
 
 
 @asynccontextmanager

@@ -256,8 +256,8 @@ def test_processes_share_a_port_and_are_started_again(both: ServedOverHttp) -> N
         expect_soon(lambda: counted(11))
         family = parent.children()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
-        assert psutil.wait_procs(family, timeout=3)[1] == []
+        assert process.wait(60) == 0
+        assert psutil.wait_procs(family, timeout=20)[1] == []
     finally:
         process.kill()
         process.wait()

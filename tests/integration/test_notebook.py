@@ -8,15 +8,15 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import nbformat
 import psutil
 import pytest
-from jupyter_core.utils import run_sync
-from nbclient import NotebookClient
 
 from tests.tiny_models import make_tiny_llama
+
+if TYPE_CHECKING:  # three seconds, which each process of the suite would take, as it collects all files
+    from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
@@ -50,6 +50,8 @@ class Kernel:
 
     def restart(self) -> None:
         """At once, as the button does: the kernel is killed."""
+        from jupyter_core.utils import run_sync
+
         run_sync(self._manager.restart_kernel)(now=True)
 
     def workers(self) -> list[psutil.Process]:
@@ -58,6 +60,8 @@ class Kernel:
 
 
 def test_it_is_kept_without_outputs() -> None:
+    import nbformat
+
     notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
     nbformat.validate(notebook)
     cells = notebook["cells"]
@@ -67,6 +71,9 @@ def test_it_is_kept_without_outputs() -> None:
 
 
 def test_its_cells_an_interrupt_and_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
     for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR"):  # nothing of this machine's user
         monkeypatch.setenv(name, str(tmp_path / name))
     begun = tmp_path / "begun"

@@ -52,7 +52,7 @@ def ranks_by_hand(
     finally:
         for process in ranks:
             process.kill()
-            process.wait(10)
+            process.wait(60)
 
 
 def said(logs: Path) -> list[str]:
@@ -102,7 +102,7 @@ def test_ctrl_c_ends_a_rank_that_waits_for_others(folder: Path, tmp_path: Path) 
             assert rank.poll() is None
             time.sleep(0.02)
         rank.send_signal(signal.SIGINT)
-        assert rank.wait(5) == 128 + signal.SIGINT, log.read_text()
+        assert rank.wait(60) == 128 + signal.SIGINT, log.read_text()
     finally:
         rank.kill()
 

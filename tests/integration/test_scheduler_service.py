@@ -457,4 +457,4 @@ def test_a_scheduler_whose_log_nobody_reads_any_more_ends_as_any_other(flags: li
         assert process.wait(15) == 0
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)

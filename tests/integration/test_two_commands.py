@@ -40,7 +40,7 @@ def command(*arguments: str) -> Iterator[ForkedCommand]:
     finally:
         if process.poll() is None:
             process.terminate()
-        process.wait(timeout=10)
+        process.wait(timeout=60)
 
 
 def worker(folder: Path, port: int) -> list[str]:

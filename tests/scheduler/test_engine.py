@@ -21,7 +21,7 @@ from scheduler_svc.serving import Serving
 from tests.fakes import FakeWorker, say_forever, spell
 from tests.scheduler.hashed_tokens import hashed_after
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 class Client:

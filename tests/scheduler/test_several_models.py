@@ -26,7 +26,7 @@ from scheduler_svc.workers import worker_client
 from tests.fakes import FakeWorker, spell
 from tests.scheduler.hashed_tokens import hashed_after
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture(autouse=True)

@@ -96,13 +96,13 @@ def test_one_whose_lease_is_still_waited_for_never_joins_after_it_is_given_up() 
     class Slow(FakeWorker):
         def Execute(self, request_iterator: Any, context: Any) -> Iterator[Any]:
             asked.set()
-            assert grants.wait(10)
+            assert grants.wait(60)
             yield from super().Execute(request_iterator, context)
 
     with Slow() as worker, pool_of() as pool:
         pool.hold([worker.address])
         (client,) = pool.clients.values()
-        assert asked.wait(10)
+        assert asked.wait(60)
         until(lambda: client._stream is not None)
         pool.hold([])
         grants.set()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,22 +65,32 @@ def logits_of(model: Decoder) -> list[torch.Tensor]:
     return [logits for step in steps for logits in step.values()]
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Of a family's model, which is made once."""
+    return functools.cache(lambda name: make_family(name, tmp_path_factory.mktemp(name) / "model"))
+
+
 @pytest.mark.parametrize(("weights", "dtype"), KINDS)
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_layers_are_the_single_operations_bit_for_bit(
-    name: str, weights: str, dtype: str, num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, weights: str, dtype: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, before = load(make_family(name, tmp_path / "model"), weights, dtype), torch.get_num_threads()
+    """By one thread and by two; single operations by one."""
+    model, before = load(folder_of(name), weights, dtype), torch.get_num_threads()
     assert model.is_fused
+    fused = []
     try:
-        torch.set_num_threads(num_threads)
-        fused = logits_of(model)
+        for num_threads in (2, 1):
+            torch.set_num_threads(num_threads)
+            fused.append(logits_of(model))
         monkeypatch.setattr(model, "_fused", None)
-        for one, other in zip(fused, logits_of(model), strict=True):
-            assert torch.equal(one, other) and one.isfinite().all()
+        single = logits_of(model)
     finally:
         torch.set_num_threads(before)
+    for of_threads in fused:
+        for one, other in zip(of_threads, single, strict=True):
+            assert torch.equal(one, other) and one.isfinite().all()
 
 
 class QuantizedLinear:

@@ -560,7 +560,7 @@ async def test_a_worker_that_is_to_end_takes_steps_until_its_scheduler_gives_it_
         assert (await stream.run(decode(step_id, [0]))).status == worker_pb2.STEP_STATUS_OK
     assert not stopping.done()
     stream.call.cancel()
-    await asyncio.wait_for(stopping, 5)
+    await asyncio.wait_for(stopping, 20)
 
 
 @pytest.mark.parametrize("why", ["time is up", "no step comes", "it is urgent"])
@@ -577,7 +577,7 @@ async def test_a_worker_that_is_to_end_does_not_wait_for_ever(
     if why == "it is urgent":
         urgent.set()
     assert (await stream.wait_for("notice")).draining == worker_pb2.Draining()
-    await asyncio.wait_for(stopping, 5)
+    await asyncio.wait_for(stopping, 20)
     assert await stream.call.code() == grpc.StatusCode.OK
 
 

@@ -223,7 +223,7 @@ def test_a_rank_0_that_answers_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) 
     watch = Watch(store, 1, 2, end)
     watch.ready()
     watch.start()
-    assert ended.wait(5)
+    assert ended.wait(60)
     store.may_answer.set()
     watch._thread.join(5)
     assert [why[:30] for why in ends] == ["rank 0 has not answered for 0."]
@@ -243,7 +243,7 @@ def test_the_thread_ends_the_group_once_and_not_after_stop() -> None:
     watch = Watch(store, 1, 2, end)
     watch.start()
     store.is_gone = True
-    assert ended.wait(5)
+    assert ended.wait(60)
     watch._thread.join(5)
     stopped._thread.join(5)
     assert len(ends) == 1 and ends[0].startswith("rank 0 cannot be reached")

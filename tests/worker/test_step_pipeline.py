@@ -381,7 +381,7 @@ class QueuedChannel:
         self.messages.put(message)
 
     def receive(self) -> bytes:
-        return self.messages.get(timeout=5)
+        return self.messages.get(timeout=60)
 
 
 class TwoStages:

@@ -72,7 +72,7 @@ async def test_a_worker_says_what_it_serves_while_it_measures_its_first_steps(co
     starting = asyncio.create_task(server.start())
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=CHANNEL_OPTIONS) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
-        info = await stub.GetInfo(worker_pb2.GetInfoRequest(), wait_for_ready=True, timeout=10)
+        info = await stub.GetInfo(worker_pb2.GetInfoRequest(), wait_for_ready=True, timeout=60)
         assert info.lifecycle == worker_pb2.WORKER_LIFECYCLE_LOADED
         chunks = [chunk async for chunk in stub.GetTokenizer(worker_pb2.GetTokenizerRequest(), timeout=10)]
         assert chunks[-1].sha256 == info.tokenizer_sha256
@@ -366,7 +366,7 @@ def test_process_serves_and_ends_promptly(
             assert response.status == health_pb2.HealthCheckResponse.SERVING
     signalled = time.monotonic()
     worker.send_signal(number)
-    assert worker.wait(timeout=10) == 0
+    assert worker.wait(timeout=60) == 0
     assert time.monotonic() - signalled < 5
 
 
