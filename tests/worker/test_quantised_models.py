@@ -238,7 +238,9 @@ def test_a_device_that_has_a_product_is_given_the_weight_as_it_is(
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_int8_is_made_of_what_the_weights_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_is_made_of_what_the_weights_say_where_they_have_no_product(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
     quantised, twin = make(tmp_path, "qwen2", FORMATS["awq-32"])
     one, other = (greedy(load(folder, quantization="int8"), 1)[1] for folder in (quantised, twin))
