@@ -1,4 +1,4 @@
-"""Checkpoints of few bits with `--quantization int8` and `int4` on a CPU: weights stay as they are, rows are rounded."""
+"""Checkpoints of few bits with `--quantization int8`, `int4` on a CPU: weights stay as they are, rows are rounded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kernels.oracles import reference
 from tests.worker.families import VOCAB_SIZE, make_family
 from tests.worker.gguf_files import write_gguf
 from tests.worker.model_cases import Stepper
-from tests.worker.quantised_checkpoints import FORMATS, write_quantised
+from tests.worker.quantised_checkpoints import FORMATS, Format, gptq, write_quantised
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.experts import Experts
@@ -28,6 +28,7 @@ from worker_svc.models.int8_linear import Int8Linear
 from worker_svc.models.loader import load_model
 from worker_svc.models.mlp import Mlp
 from worker_svc.models.quantized.quantized_linear import CompiledQuantizedLinear
+from worker_svc.models.quantized.separate_products import SeparateProducts
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -63,7 +64,7 @@ def logits_of(model: Decoder, cuts: list[int]) -> torch.Tensor:
 
 
 def assert_is_of_rounded_rows(product: Any, weight: torch.Tensor, groups: torch.Tensor | None = None) -> None:
-    """`weight` [out, in] of float32: what the checkpoint says; `groups` [in]: of act-order, by which rows are rounded."""
+    """`weight` f32[out, in]: what the checkpoint says; `groups` [in]: of act-order, by which rows are rounded."""
     order = torch.arange(weight.shape[1]) if groups is None else groups.argsort(stable=True)
     x = torch.randn(5, weight.shape[1], generator=torch.Generator().manual_seed(0))
     rows, pieces = reference.rounded_rows(x[:, order]), weight.shape[1] // 16
@@ -112,6 +113,18 @@ def test_experts_and_bfloat16_keep_theirs_and_routers_are_exact(tmp_path: Path) 
     assert torch.equal(experts._router(x), cast(Experts, plain.layers[1].mlp)._router(x))
     of_bfloat16 = load(quantised, "int4", "bfloat16")
     assert torch.equal(logits_of(of_bfloat16, [1, 33]), logits_of(of_bfloat16, []))
+
+
+@pytest.mark.parametrize("quantization", ["", "int8"])
+def test_rows_in_an_order_of_their_own_are_those_of_a_product_of_its_own(quantization: str, tmp_path: Path) -> None:
+    folder = make_family("llama-gelu", tmp_path / "model", **SIZES)
+    mixed = Format(gptq().config, gptq().quantise, {"q_proj": gptq(has_order=True).quantise})
+    quantised, twin = write_quantised(folder, tmp_path, mixed)
+    model, whole = load(quantised, quantization), load(twin, "")
+    qkv = model.layers[0].qkv
+    assert isinstance(qkv, SeparateProducts) and len(qkv.products) == 2 and model._fused is None
+    expected, tolerance = logits_of(whole, []), 0.1 if quantization else 1e-4  # here rows of 7 bits and a sign
+    torch.testing.assert_close(logits_of(model, [7]), expected, rtol=0, atol=tolerance * float(expected.abs().max()))
 
 
 def mixed_gguf(folder: Path, path: Path) -> Path:
