@@ -20,6 +20,7 @@ from tests.kernels.few_bits_weights import pack_float32
 from tests.kernels.quantized_weights import FORMATS, OF_FACTORS, awq, gptq, int8_per_output, q4_k, q6_k
 
 ALL = FORMATS | OF_FACTORS
+OF_INTEGERS = [name for name in ALL if not name.startswith("e")]  # not e4m3 or e2m1
 # out x in: a whole panel, less and more than one, and groups of which the last is short, where a format has such.
 SIZES = [(48, 256), (61, 768), (101, 1184)]
 
@@ -105,25 +106,94 @@ def test_weights_take_no_more_than_their_bits(name: str) -> None:
     assert (product_of(weight).weight_bytes - beside) * 8 / (96 * 256) == ALL[name][1]
 
 
-@pytest.mark.parametrize("name", ["awq", "q4_1", "q4_k", "scales of bfloat16"])
-@pytest.mark.parametrize("is_ordered", [False, True])
+def rounded(weight: QuantizedWeight) -> QuantizedWeight:
+    return replace(weight, inputs=Inputs.INT8)
+
+
+def most_error(weight: QuantizedWeight, bias: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Of float32 sums of pieces of 16 inputs, each of which is exact: it is rounded when it is multiplied by its scale
+    and when it is added, and so is its offset; each time by 2^-24 of at most the sum of all magnitudes."""
+    scale, offset = weight.scale.abs(), torch.zeros_like(weight.scale) if weight.offset is None else weight.offset
+    if weight.zero is not None:
+        offset = weight.scale * weight.zero
+    by_column = [of.abs().repeat_interleave(weight.group, dim=1)[:, : weight.in_features] for of in (scale, offset)]
+    largest = weight.values().abs() * by_column[0] + by_column[1]
+    pieces = -(-weight.in_features // 16)
+    return (4 * pieces + 2) * 2.0**-24 * (rows.abs() @ largest.double().T + bias.double().abs())
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("name", OF_INTEGERS)
 def test_rows_of_eight_bits_are_rounded_by_groups_and_multiplied_by_the_weight_itself(
-    name: str, is_ordered: bool
+    name: str, size: tuple[int, int]
 ) -> None:
-    weight = replace(weight_of(name, 61, 512), inputs=Inputs.INT8)
-    order = torch.randperm(512, generator=random(3)) if is_ordered else torch.arange(512)
-    weight = replace(weight, order=order if is_ordered else None)
-    bias, x = torch.randn(61, generator=random(1)), torch.randn(9, 512, generator=random(2))
-    exact = reference.rounded_rows(x[:, order]) @ weight.dequantized()[:, order].double().T + bias.double()
+    weight = rounded(weight_of(name, *size))
+    depth, bias = weight.in_features, torch.randn(size[0], generator=random(1))
+    x = torch.randn(13, depth, generator=random(2)) * torch.logspace(-3, 3, 13)[:, None]
+    order = torch.arange(depth) if weight.order is None else weight.order
+    rows = reference.rounded_rows(x[:, order])
+    exact = rows @ weight.dequantized()[:, order].double().T + bias.double()
     found = run(product := product_of(weight, bias), x)
-    assert ((found.double() - exact).abs() <= 2e-6 * exact.abs().amax(dim=1, keepdim=True)).all()
-    for rows in range(1, 9):
-        assert torch.equal(run(product, x[:rows]), found[:rows])
-    for level in usable_levels()[:-1]:
-        with at_level(level):
-            assert torch.equal(run(product, x), found)
-    rounded = x.bfloat16()
-    torch.testing.assert_close(run(product, rounded), run(product, rounded.float()).bfloat16(), rtol=0, atol=0)
+    assert ((found.double() - exact).abs() <= most_error(weight, bias, rows)).all()
+    for num_threads, count in ((2, 13), *((1, count) for count in range(1, 13))):
+        torch.set_num_threads(num_threads)
+        assert torch.equal(run(product, x[:count]), found[:count]), count
+    assert torch.equal(run(product, x[12:]), found[12:])
+    of_bfloat16 = x.bfloat16()
+    assert torch.equal(run(product, of_bfloat16), run(product, of_bfloat16.float()).bfloat16())
+
+
+@pytest.mark.parametrize("level", usable_levels()[:-1])
+@pytest.mark.parametrize("name", OF_INTEGERS)
+def test_every_level_gives_rounded_rows_the_same_bits(name: str, level: str) -> None:
+    weight = rounded(weight_of(name, 50, 288))
+    product, x = product_of(weight), torch.randn(13, weight.in_features, generator=random(2))
+    expected = [run(product, x[:rows]) for rows in (1, 2, 4, 13)]
+    with at_level(level):
+        for rows, one in zip((1, 2, 4, 13), expected, strict=True):
+            assert torch.equal(run(product, x[:rows]), one), rows
+
+
+def test_rounded_rows_are_multiplied_by_integers_alone() -> None:
+    for name in ALL:
+        product = cpu.quantized_product(rounded(weight_of(name, 96, 256)), None)
+        assert (product is not None) == (name in OF_INTEGERS), name
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"), {"q4_k": 4.625, "q5_1": 7, "q5_k": 6.625, "q6_k": 6.5625, "q8_0": 8.5}.items()
+)
+def test_codes_of_five_and_six_bits_take_six_where_rows_are_rounded(name: str, bits: float) -> None:
+    product = product_of(rounded(weight_of(name, 96, 256)))
+    assert product.weight_bytes * 8 / (96 * 256) == bits
+
+
+@pytest.mark.parametrize("rows_are", [Inputs.AS_THEY_ARE, Inputs.INT8])
+def test_products_side_by_side_are_one_with_the_bits_of_each(rows_are: Inputs) -> None:
+    """Outputs that fill no panel, formats of unlike records, one with a bias and one whose rows come in an order."""
+    weights = [replace(weight_of(name, count, 512), inputs=rows_are) for name, count in (("q4_k", 61), ("q6_k", 48))]
+    weights.append(replace(weight_of("q8_0", 7, 512), inputs=rows_are))
+    bias = torch.randn(48, generator=random(1))
+    products = [product_of(weight, bias if weight.out_features == 48 else None) for weight in weights]
+    joined = Product.side_by_side(products)
+    assert joined is not None and (joined.out_features, joined.in_features) == (116, 512)
+    assert joined.weight_bytes == sum(product.weight_bytes for product in products)
+    x = torch.randn(150, 512, generator=random(2))
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        for count in (1, 5, 150):
+            expected = torch.cat([run(product, x[:count]) for product in products], dim=1)
+            assert torch.equal(run(joined, x[:count]), expected)
+            assert torch.equal(
+                run(joined, x[:count].bfloat16()),
+                torch.cat([run(product, x[:count].bfloat16()) for product in products], dim=1),
+            )
+    ordered = product_of(replace(weights[0], order=torch.randperm(512, generator=random())))
+    other_rows = Inputs.INT8 if rows_are is Inputs.AS_THEY_ARE else Inputs.AS_THEY_ARE
+    for other in (ordered, product_of(replace(weights[0], inputs=other_rows)), product_of(weight_of("q8_0", 7, 256))):
+        assert Product.side_by_side([products[0], other]) is None
+    alike = Product.side_by_side([ordered, ordered])
+    assert alike is not None and torch.equal(run(alike, x), run(ordered, x).repeat(1, 2))
 
 
 def test_integers_of_eight_bits_by_rounded_rows_are_the_product_of_int8() -> None:
@@ -134,9 +204,12 @@ def test_integers_of_eight_bits_by_rounded_rows_are_the_product_of_int8() -> Non
     assert ((found.double() - exact).abs() <= 2e-6 * exact.abs().amax(dim=1, keepdim=True)).all()
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_nothing_beside_a_row_is_read_or_written_and_nan_stays_in_it(name: str) -> None:
-    weight = weight_of(name, 53, 288)
+@pytest.mark.parametrize(
+    ("name", "inputs"),
+    [(name, Inputs.AS_THEY_ARE) for name in ALL] + [(name, Inputs.INT8) for name in ("awq", "q6_k", "q8_0")],
+)
+def test_nothing_beside_a_row_is_read_or_written_and_nan_stays_in_it(name: str, inputs: Inputs) -> None:
+    weight = replace(weight_of(name, 53, 288), inputs=inputs)
     product, depth = product_of(weight), weight.in_features
     for rows in (1, 7, 20):
         wide, out = torch.full((rows, depth + 9), float("nan")), torch.full((rows, 80), -7.0)

@@ -24,7 +24,6 @@ from tests.worker.model_cases import Stepper
 from tests.worker.quantised_checkpoints import FORMATS, Format, gptq, write_quantised
 from tests.worker.ranks_in_threads import ThreadRank, on_all_ranks
 from worker_svc.models.checkpoint_files import open_checkpoint
-from worker_svc.models.compiled_linear import CompiledLinear
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.gguf_folder import model_folder
@@ -32,8 +31,8 @@ from worker_svc.models.grouped_experts import take_grouped_experts
 from worker_svc.models.loader import Model, load_model
 from worker_svc.models.parts import ModelPart
 from worker_svc.models.quantized.checkpoint_format import with_quantized
+from worker_svc.models.quantized.quantized_linear import CompiledQuantizedLinear
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
-from worker_svc.models.quantized.separate_products import SeparateProducts
 from worker_svc.models.router import take_router
 from worker_svc.models.stored_tensor import MadeTensor, StoredTensor
 from worker_svc.models.weights import CheckpointWeights
@@ -154,7 +153,7 @@ def test_stages_have_their_layers_alone(name: str, tmp_path: Path) -> None:
 
 
 def test_layers_that_stay_plain_and_others_share_a_product(tmp_path: Path) -> None:
-    """Members of a fused product that disagree are products of their own: plain ones, and of other groups or orders."""
+    """Members of a fused product that disagree keep weights of their own: plain ones, and of other groups or orders."""
     mixed = Format(
         gptq().config
         | {"dynamic": {r"-:.*\.k_proj": {}, r"+:.*up_proj": {"group_size": 64}, r"+:.*v_proj": {"bits": 8}}},
@@ -167,8 +166,7 @@ def test_layers_that_stay_plain_and_others_share_a_product(tmp_path: Path) -> No
     )
     quantised, twin = make(tmp_path, "qwen2", mixed, plain=("k_proj",))
     model = cast(Decoder, load(quantised))
-    joined, separate = (layer.qkv for layer in model.layers)  # of the second, one has its inputs in another order
-    assert isinstance(joined, CompiledLinear) and len(cast(SeparateProducts, separate).products) == 3
+    assert all(isinstance(layer.qkv, CompiledQuantizedLinear) for layer in model.layers)  # of several in one call
     (tokens, logits), (expected, exact) = greedy(model, 3), greedy(load(twin), 3)
     assert tokens == expected and torch.equal(logits, exact)
 
@@ -238,7 +236,9 @@ def test_a_device_that_has_a_product_is_given_the_weight_as_it_is(
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_int8_is_made_of_what_the_weights_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_is_made_of_what_the_weights_say_where_they_have_no_product(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
     quantised, twin = make(tmp_path, "qwen2", FORMATS["awq-32"])
     one, other = (greedy(load(folder, quantization="int8"), 1)[1] for folder in (quantised, twin))
