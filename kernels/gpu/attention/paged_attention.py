@@ -94,7 +94,7 @@ def paged_attention(
     if key_cache.dtype == torch.float8_e4m3fn and gpu.capability < 89:
         raise ValueError(f"caches of {key_cache.dtype} need compute capability 8.9, this GPU has {gpu.capability / 10}")
     if cut is None:
-        cut = tiling(head_size, query.element_size(), group, gpu.capability, gpu.max_shared_bytes)
+        cut = card_tiling(query.device, head_size, query.element_size(), group)
     logit_scale, soft_cap = scale * LOG2_E, 0.0
     if logit_soft_cap > 0:
         logit_scale, soft_cap = 2 * LOG2_E * scale / logit_soft_cap, logit_soft_cap * LOG2_E
@@ -209,6 +209,12 @@ def paged_attention(
         HAS_WINDOW=sliding_window > 0,
         maxnreg=JOIN_REGISTERS,
     )
+
+
+def card_tiling(device: torch.device, head_size: int, element_size: int, group: int) -> Tiling:
+    """How attention is cut on this card; see `tiling`."""
+    gpu = _gpu(device)
+    return tiling(head_size, element_size, group, gpu.capability, gpu.max_shared_bytes)
 
 
 def attention_scratch(
