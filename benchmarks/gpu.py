@@ -1,8 +1,9 @@
 """Everything that is measured on a GPU, in under ten minutes: `python -m benchmarks.gpu`.
 
-The kernels' tests come first; then every operation over its shapes, a decode step of a Llama 3 8B, the whole service
-beside it, and a Qwen3 0.6B over the service beside `transformers`. Each section is a process of its own with a time
-limit: whatever happens in one, figures that were found before stay, and the next one finds the card's memory free.
+The kernels' tests come first; then every operation over its shapes, a decode step of a Llama 3 8B, mixed steps of a
+Qwen3 0.6B, the whole service beside the first, and the second over the service beside `transformers`. Each section is a
+process of its own with a time limit: whatever happens in one, figures that were found before stay, and the next one
+finds the card's memory free.
 `--check` lists what must be installed; `--dry-run` runs every section on a CPU, at sizes whose figures mean nothing.
 """
 
@@ -30,12 +31,13 @@ from octavo.bench import machine
 RESULTS = Path(__file__).parent / "results"
 # Module of `benchmarks.gpu_sections`, and the seconds it may take, besides those that the ones before it have left.
 SECTIONS = {
-    "correctness": 120.0,
-    "kernels": 150.0,
-    "decode_step": 80.0,
-    "graph_coverage": 60.0,
-    "service": 80.0,
-    "continuous_batching": 100.0,
+    "correctness": 110.0,
+    "kernels": 160.0,
+    "decode_step": 75.0,
+    "mixed_steps": 40.0,
+    "graph_coverage": 50.0,
+    "service": 70.0,
+    "continuous_batching": 90.0,
 }
 _LAST_LINES = 8  # of what a section that failed printed
 

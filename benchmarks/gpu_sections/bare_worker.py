@@ -45,7 +45,7 @@ class BareWorker:
         self._block_size = config.block_size
         self._worker.begin(_EPOCH).result()
         self._step_id = 0
-        self._num_seqs = 0
+        self._num_seqs = self._next_slot = 0
         self._free_blocks: list[int] = []  # which no sequence has
         self._failure = ""
         self._answered_ns: list[int] = []
@@ -81,7 +81,7 @@ class BareWorker:
                 num_computed_tokens=context - 1,
                 block_table=blocks[slot * blocks_of_one : (slot + 1) * blocks_of_one],
             )
-        self._num_seqs = num_seqs
+        self._num_seqs = self._next_slot = num_seqs
         self._submit(step)
 
     def decode(self, num_steps: int, swapped_bytes: int = 0) -> list[float]:
@@ -99,6 +99,33 @@ class BareWorker:
             elif swapped:
                 step.swap_out.pairs_u32 = _column([block for pair in swapped for block in reversed(pair)], "<u4")
             self._submit(step)
+        return self._times_us(num_steps)
+
+    def mix(self, num_steps: int, chunk: int) -> list[float]:
+        """As `decode`, and each step also computes `chunk` tokens of a prompt, which none of them reaches the end of.
+
+        Raises ValueError where the cache does not hold it.
+        """
+        length = num_steps * chunk + 1
+        num_blocks = -(-length // self._block_size)
+        if num_blocks > len(self._free_blocks):
+            raise ValueError(f"a prompt of {length} tokens does not fit in {len(self._free_blocks)} blocks")
+        table, self._free_blocks = self._free_blocks[:num_blocks], self._free_blocks[num_blocks:]
+        slot, self._next_slot = self._next_slot, self._next_slot + 1
+        for number in range(num_steps):
+            step = worker_pb2.Step()
+            if not number:
+                group = step.groups.add(request_id=str(slot), num_prompt_tokens=length)
+                group.sampling_params.seed, group.sampling_params.temperature = slot, 0.0
+                group.sequences.add(slot=slot, token_ids=[3] * length, block_table=table)
+            step.rows.slots_u16 = _column([*range(self._num_seqs), slot], "<u2")
+            step.rows.num_decode_rows = self._num_seqs
+            step.rows.query_lens_u32, step.rows.num_samples_u16 = _column([chunk], "<u4"), _column([0], "<u2")
+            self._submit(step)
+        return self._times_us(num_steps)
+
+    def _times_us(self, num_steps: int) -> list[float]:
+        """From one answer to the next, of the last `num_steps`, when all have come."""
         self._worker.answered().result()
         for _ in range(STEPS_IN_FLIGHT):  # answers that arrive after that thread ended are waited for, too
             self._take_place()

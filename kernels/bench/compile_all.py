@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 
 from kernels.bench import targets
-from kernels.bench.compiled import Compiled, table
+from kernels.bench.compiled import Compiled, loops, table
 from kernels.bench.targets import Target
 from kernels.gpu.variant import Variant
 
@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", default=",".join(targets.TARGETS))
     parser.add_argument("--op")
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile; 0: one a core")
+    parser.add_argument("--loops", action="store_true", help="print what loops over products consist of")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--package", default="kernels.gpu", help="whose modules have variants()")
     arguments = parser.parse_args(argv)
@@ -61,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     results.sort(key=lambda one: order[one.op, one.variant, one.target])
     if arguments.json:
         print(json.dumps([one.as_dict() for one in results], indent=1))
+    elif arguments.loops:
+        print(loops(results))
     else:
         print(table(results, [target.name for target in chosen]))
     faulty = [one for one in results if one.fault]

@@ -25,6 +25,7 @@ class Compiled:
     spills_in_products: int | None = None
     shared_bytes: int = 0  # of a block
     tensor_memory_columns: int = 0  # of a block
+    loop: str = ""  # what the machine code's loop over products consists of, in words
     remark: str = ""  # what the assembler says of speed
     error: str = ""
     seconds: float = 0.0  # that compiling took; of a result that was kept: when it was made
@@ -61,6 +62,12 @@ def table(results: Iterable[Compiled], targets: Sequence[str]) -> str:
     for (_, variant), of_targets in by_variant.items():
         lines.append(f"{variant:<{width}}" + "".join(_cell(of_targets.get(target)) for target in targets))
     return "\n".join(lines)
+
+
+def loops(results: Iterable[Compiled]) -> str:
+    """A line a variant and target: what its loop over products consists of; of those that have one."""
+    found = [one for one in results if one.loop and not one.loop.startswith("no ")]
+    return "\n".join(f"{one.target}, {one.variant}: {one.loop}" for one in found)
 
 
 def _cell(one: Compiled | None) -> str:

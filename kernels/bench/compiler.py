@@ -21,12 +21,12 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.cache import get_cache_manager
 
 from kernels.bench.compiled import Compiled
-from kernels.bench.machine_code import disassembled, spills_in_products
+from kernels.bench.machine_code import disassembled, main_loop, spills_in_products
 from kernels.bench.targets import Target
 from kernels.gpu.variant import Variant
 
 _RECORD = "resources.json"
-_REVISION = 2  # of what is kept; a new one forgets the old
+_REVISION = 3  # of what is kept; a new one forgets the old
 _WARP_SIZE = 32
 
 
@@ -64,8 +64,10 @@ def _compile(variant: Variant, target: Target) -> dict[str, Any]:
         "tensor_memory_columns": getattr(kernel.metadata, "tmem_size", 0) or 0,
         "seconds": time.perf_counter() - started,
     }
+    sass = disassembled(kernel.asm["cubin"])
+    numbers["loop"] = str(main_loop(sass))
     if numbers["spill_bytes"]:
-        numbers["spills_in_products"] = spills_in_products(disassembled(kernel.asm["cubin"]))
+        numbers["spills_in_products"] = spills_in_products(sass)
     kept.put(json.dumps(numbers), _RECORD, binary=False)
     return numbers
 

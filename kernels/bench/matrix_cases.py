@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 
-from kernels.bench.case import Calls, Case, Setting
+from kernels.bench.case import Calls, Case, Goal, Setting
 from kernels.bench.shapes import HIDDEN, INTERMEDIATE
 from kernels.gpu.operations import combine_experts, grouped_matmul, matmul, route_experts
 
@@ -26,6 +26,7 @@ def cases(setting: Setting) -> Iterator[Case]:
     for outputs, size in shapes:
         for rows in (3,) if setting.is_tiny else _ROWS:
             yield _matmul(setting, rows, outputs, size)
+        yield _matmul(setting, 8 if setting.is_tiny else _ROWS[-1], outputs, size, may_describe=False)
     for experts in ((3, 2, 40, 48),) if setting.is_tiny else _EXPERTS:
         for num_tokens in (5,) if setting.is_tiny else _EXPERT_TOKENS:
             yield _grouped_matmul(setting, num_tokens, *experts)
@@ -33,24 +34,25 @@ def cases(setting: Setting) -> Iterator[Case]:
             yield _combine_experts(setting, num_tokens, experts[1], experts[3])
 
 
-def _matmul(setting: Setting, rows: int, outputs: int, size: int) -> Case:
+def _matmul(setting: Setting, rows: int, outputs: int, size: int, may_describe: bool = True) -> Case:
     def build() -> Calls:
         x, weight = _normal(setting, rows, size), _normal(setting, outputs, size)
         out = torch.empty(rows, outputs, dtype=setting.dtype, device=setting.device)
 
         def ours() -> torch.Tensor:
-            matmul(out, x, weight)
+            matmul(out, x, weight, may_describe=may_describe)
             return out
 
         return Calls(ours, {"matmul": functools.partial(torch.matmul, x, weight.T)})
 
     return Case(
         op="matmul",
-        shape=f"{rows:,} x {size:,} to {outputs:,}",
+        shape=f"{rows:,} x {size:,} to {outputs:,}{', by address' * (not may_describe)}",
         num_bytes=(rows * size + outputs * size + rows * outputs) * setting.dtype.itemsize,
         flops=2 * rows * outputs * size,
         product=(rows, outputs, size, setting.dtype) if rows >= _MATRIX_ROWS else None,
         build=build,
+        goal=Goal(0.7, peer="matmul"),
     )
 
 

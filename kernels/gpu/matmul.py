@@ -19,13 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.gpu.checks import check_alike, check_contiguous, check_rows
-from kernels.gpu.products import segment_sum
+from kernels.gpu.products import add_product
 from kernels.gpu.tiles import cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
 
@@ -34,6 +37,8 @@ _MAX_SEGMENTS = 8
 _SUMMED_ELEMENTS = 1024  # of a program that adds segments
 _WIDE = 256  # outputs of the largest tile
 _WIDE_TILES = 96  # with so many of them, few rows occupy most of a GPU without cutting sums
+_ALL_REGISTERS = 255  # of a thread: left alone, the assembler spills a few for more threads than shared memory lets run
+_DESCRIBES = range(90, 120)  # compute capabilities of cards whose matrix units read what descriptors copy
 _GROUP = 8  # tiles of rows that pass over the same part of the weight one after the other, while it is in the L2 cache
 
 
@@ -47,7 +52,10 @@ class Tiling:
     segment: int  # elements of a row that are summed from zero, a multiple of block_k
     num_segments: int
     num_warps: int = 4
-    num_stages: int = 3
+
+    def stages(self, is_described: bool) -> int:
+        """Tiles in use or on their way: of the widest, a card that reads descriptors holds one more."""
+        return 4 if is_described and self.block_n == _WIDE else 3
 
 
 def tiling(num_outputs: int, size: int, dtype: torch.dtype) -> Tiling:
@@ -87,7 +95,9 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    IS_DESCRIBED: tl.constexpr,
 ):
+    """`x` and `weight` are addresses, or with IS_DESCRIBED descriptors of tiles: past the end these read zeros."""
     row_tile, column_tile = tl.swizzle2d(
         tl.program_id(0) // tl.cdiv(OUTPUTS, BLOCK_N),
         tl.program_id(0) % tl.cdiv(OUTPUTS, BLOCK_N),
@@ -97,20 +107,32 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
     )
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Past the end the last row and column are computed again, and not stored: no masks in the loop.
-    x += tl.minimum(row, count - 1).to(tl.int64)[:, None] * x_stride
-    weight += tl.minimum(column, OUTPUTS - 1).to(tl.int64)[None, :] * SIZE
+    if not IS_DESCRIBED:
+        # Past the end the last row and column are computed again, and not stored: no masks in the loop.
+        x += tl.minimum(row, count - 1).to(tl.int64)[:, None] * x_stride
+        weight += tl.minimum(column, OUTPUTS - 1).to(tl.int64)[None, :] * SIZE
     mask = (row < count)[:, None] & (column < OUTPUTS)[None, :]
+    has_tail: tl.constexpr = SIZE % SEGMENT != 0 or SEGMENT % BLOCK_K != 0  # the last segment is shorter, or its tile
+    steps: tl.constexpr = (min(SEGMENT, SIZE) + BLOCK_K - 1) // BLOCK_K  # of a segment
+    total, sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    first = tl.program_id(1) * SEGMENT
+    # One loop over all segments: tiles are copied ahead over their borders.
+    for step in range(steps if IS_SPLIT else steps * SEGMENTS):
+        k = first + step * BLOCK_K
+        if IS_DESCRIBED:
+            a, b = x.load([row_tile * BLOCK_M, k]), weight.load([column_tile * BLOCK_N, k])
+            sums = tl.dot(a, b.T, sums, input_precision="ieee")
+        else:
+            sums = add_product(sums, x, weight, k, SIZE, BLOCK_K, has_tail)
+        if SEGMENTS > 1 and not IS_SPLIT and (step + 1) % steps == 0:
+            total += sums
+            sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if IS_SPLIT:
-        segment = tl.program_id(1)
-        total = segment_sum(x, weight, segment, SIZE, BLOCK_M, BLOCK_N, BLOCK_K, SEGMENT)
-        out += segment.to(tl.int64) * count * OUTPUTS
-    else:
-        total = segment_sum(x, weight, 0, SIZE, BLOCK_M, BLOCK_N, BLOCK_K, SEGMENT)
-        for segment in range(1, SEGMENTS):
-            total += segment_sum(x, weight, segment, SIZE, BLOCK_M, BLOCK_N, BLOCK_K, SEGMENT)
-        if HAS_BIAS:
-            total += tl.load(bias + column, column < OUTPUTS, 0.0).to(tl.float32)[None, :]
+        out += tl.program_id(1).to(tl.int64) * count * OUTPUTS
+    if SEGMENTS == 1 or IS_SPLIT:
+        total = sums
+    if HAS_BIAS and not IS_SPLIT:
+        total += tl.load(bias + column, column < OUTPUTS, 0.0).to(tl.float32)[None, :]
     place = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask)
 
@@ -138,8 +160,18 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + row * out_stride + column, total.to(out.dtype.element_ty), mask)
 
 
-def matmul(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    """See `kernels.oracles.reference.matmul`; one type and device. Raises ValueError for tensors that do not fit."""
+def matmul(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    may_describe: bool = True,
+) -> None:
+    """See `kernels.oracles.reference.matmul`; one type and device. Raises ValueError for tensors that do not fit.
+
+    Without `may_describe` tiles are read by address on any card, which measures what descriptors give.
+    """
     count, size = x.shape
     num_outputs = weight.shape[0]
     check_rows("matmul", x=x)
@@ -157,10 +189,13 @@ def matmul(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch
     num_tiles = cdiv(count, cut.block_m) * cdiv(num_outputs, cut.block_n)
     is_split = cut.num_segments > 1 and num_tiles < _WANTED_PROGRAMS  # the one thing that rows decide
     sums = x.new_empty((cut.num_segments * count, num_outputs), dtype=torch.float32) if is_split else out
+    is_described = may_describe and _can_be_described(x, weight)
+    tiles: tuple[Any, Any] = (x, weight)
+    if is_described:
+        tiles = _described(x, cut.block_m, cut.block_k), _described(weight, cut.block_n, cut.block_k)
     _matmul_kernel[(num_tiles, cut.num_segments if is_split else 1)](
         sums,
-        x,
-        weight,
+        *tiles,
         bias,
         count,
         sums.stride(0),
@@ -175,11 +210,32 @@ def matmul(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch
         GROUP=_GROUP,
         IS_SPLIT=is_split,
         HAS_BIAS=bias is not None,
+        IS_DESCRIBED=is_described,
         num_warps=cut.num_warps,
-        num_stages=cut.num_stages,
+        num_stages=cut.stages(is_described),
+        maxnreg=_ALL_REGISTERS,
     )
     if is_split:
         add_segments(out, sums, bias)
+
+
+def _described(x: torch.Tensor, rows: int, elements: int) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, elements])
+
+
+def _can_be_described(*tensors: torch.Tensor) -> bool:
+    """Whether the card has descriptors and its matrix units read what they copy, and rows begin where they must."""
+    return _reads_descriptors(tensors[0].device) and all(
+        x.dtype != torch.float32 and x.data_ptr() % 16 == 0 and x.stride(0) * x.itemsize % 16 == 0 for x in tensors
+    )
+
+
+@cache
+def _reads_descriptors(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True  # the interpreter's
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor in _DESCRIBES
 
 
 def add_segments(out: torch.Tensor, sums: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -205,25 +261,8 @@ def variants() -> Iterator[Variant]:
     for dtype, num_outputs, size in shapes:
         cut = tiling(num_outputs, size, torch.float32 if dtype == "fp32" else torch.bfloat16)
         for is_split in (False, True)[: cut.num_segments]:
-            has_bias = num_outputs == 1000
-            pointers = {"out": "*fp32" if is_split else f"*{dtype}", "x": f"*{dtype}", "weight": f"*{dtype}"}
-            constants: dict[str, object] = {} if has_bias else {"bias": None}
-            if has_bias:
-                pointers["bias"] = f"*{dtype}"
-            aligned = size % 16 == 0 and num_outputs % 16 == 0
-            yield Variant(
-                f"matmul {dtype} {num_outputs} x {size}{' split' * is_split}",
-                _matmul_kernel,
-                pointers | dict.fromkeys(["count", "out_stride", "x_stride"], "i32"),
-                constants
-                | {"OUTPUTS": num_outputs, "SIZE": size, "SEGMENT": cut.segment, "SEGMENTS": cut.num_segments}
-                | {"BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k, "GROUP": _GROUP}
-                | {"IS_SPLIT": is_split, "HAS_BIAS": has_bias},
-                num_warps=cut.num_warps,
-                num_stages=cut.num_stages,
-                divisible_by_16=(*pointers, *["out_stride", "x_stride"] * aligned),
-                may_spill=False,
-            )
+            for is_described in (False, True)[: 1 if dtype == "fp32" else 2]:
+                yield _variant(dtype, num_outputs, size, cut, is_split, is_described)
     for dtype, has_bias in (("bf16", False), ("fp16", True), ("fp32", False)):
         pointers = {"out": f"*{dtype}", "sums": "*fp32"} | ({"bias": f"*{dtype}"} if has_bias else {})
         yield Variant(
@@ -235,3 +274,30 @@ def variants() -> Iterator[Variant]:
             divisible_by_16=(*pointers, "out_stride"),
             may_spill=False,
         )
+
+
+def _variant(dtype: str, num_outputs: int, size: int, cut: Tiling, is_split: bool, is_described: bool) -> Variant:
+    has_bias = num_outputs == 1000
+    pointers = {"out": "*fp32" if is_split else f"*{dtype}"} | ({"bias": f"*{dtype}"} if has_bias else {})
+    tiles = {"x": f"*{dtype}", "weight": f"*{dtype}"}
+    if is_described:
+        rows = {"x": cut.block_m, "weight": cut.block_n}
+        tiles = {name: f"tensordesc<{dtype}[{count}, {cut.block_k}]>" for name, count in rows.items()}
+    else:
+        pointers |= tiles
+    aligned = size % 16 == 0 and num_outputs % 16 == 0
+    return Variant(
+        f"matmul {dtype} {num_outputs} x {size}{' split' * is_split}{' described' * is_described}",
+        _matmul_kernel,
+        pointers | tiles | dict.fromkeys(["count", "out_stride", "x_stride"], "i32"),
+        ({} if has_bias else {"bias": None})
+        | {"OUTPUTS": num_outputs, "SIZE": size, "SEGMENT": cut.segment, "SEGMENTS": cut.num_segments}
+        | {"BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k, "GROUP": _GROUP}
+        | {"IS_SPLIT": is_split, "HAS_BIAS": has_bias, "IS_DESCRIBED": is_described},
+        num_warps=cut.num_warps,
+        num_stages=cut.stages(is_described),
+        max_registers=_ALL_REGISTERS,
+        divisible_by_16=(*pointers, *["out_stride", "x_stride"] * aligned),
+        may_spill=False,
+        capabilities=_DESCRIBES if is_described else range(75, 130),
+    )

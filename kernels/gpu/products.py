@@ -24,12 +24,21 @@ def segment_sum(  # type: ignore[no-untyped-def]
     has_tail: tl.constexpr = SIZE % SEGMENT != 0 or SEGMENT % BLOCK_K != 0  # the last segment is shorter, or its tile
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range((min(SEGMENT, SIZE) + BLOCK_K - 1) // BLOCK_K):
-        k = segment * SEGMENT + step * BLOCK_K + tl.arange(0, BLOCK_K)
-        if has_tail:
-            a = tl.load(x + k[None, :], k[None, :] < SIZE, 0.0)
-            b = tl.load(weight + k[:, None], k[:, None] < SIZE, 0.0)
-        else:
-            a = tl.load(x + k[None, :])
-            b = tl.load(weight + k[:, None])
-        total = tl.dot(a, b, total, input_precision="ieee")
+        total = add_product(total, x, weight, segment * SEGMENT + step * BLOCK_K, SIZE, BLOCK_K, has_tail)
     return total
+
+
+@triton.jit
+def add_product(  # type: ignore[no-untyped-def]
+    total, x, weight, first, SIZE: tl.constexpr, BLOCK_K: tl.constexpr, HAS_TAIL: tl.constexpr
+):
+    """`total` and the products of rows and outputs over the elements first..first + BLOCK_K; those past SIZE are 0, for
+    which HAS_TAIL says that there may be some."""
+    k = first + tl.arange(0, BLOCK_K)
+    if HAS_TAIL:
+        a = tl.load(x + k[None, :], k[None, :] < SIZE, 0.0)
+        b = tl.load(weight + k[:, None], k[:, None] < SIZE, 0.0)
+    else:
+        a = tl.load(x + k[None, :])
+        b = tl.load(weight + k[:, None])
+    return tl.dot(a, b, total, input_precision="ieee")

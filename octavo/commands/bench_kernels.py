@@ -22,6 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--op", metavar="NAME", help="one operation, a module of `kernels.gpu` (default: all of them)")
     parser.add_argument("--jobs", type=_count, metavar="N", help="processes that compile (default: one a core)")
+    parser.add_argument(
+        "--loops", action="store_true", help="with --compile-only: what each loop over products consists of"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
 
 
@@ -38,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _compile(arguments: argparse.Namespace) -> int:
     flags = [f"--{name}={value}" for name in ("target", "op", "jobs") if (value := getattr(arguments, name))]
-    flags += ["--json"] if arguments.json else []
+    flags += ["--loops"] * arguments.loops + ["--json"] * arguments.json
     # Where Triton's interpreter is on, kernels cannot be compiled, and it counts when they are imported.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "kernels.bench.compile_all", *flags]
@@ -51,8 +54,8 @@ def _measure(arguments: argparse.Namespace) -> int:
     from octavo.cli import CommandError
     from octavo.shared.options import OptionError
 
-    if arguments.target or arguments.jobs:
-        raise OptionError("--target and --jobs go with --compile-only")
+    if arguments.target or arguments.jobs or arguments.loops:
+        raise OptionError("--target, --jobs and --loops go with --compile-only")
     if not torch.cuda.is_available():
         raise CommandError("there is no GPU to time kernels on; --compile-only needs none")
     from kernels.bench import all_cases

@@ -15,7 +15,7 @@ import pytest
 from kernels.bench import compile_all
 from kernels.bench.compiled import Compiled, table
 from kernels.bench.compiler import read_log
-from kernels.bench.machine_code import spills_in_products
+from kernels.bench.machine_code import Loop, main_loop, spills_in_products
 from kernels.bench.targets import TARGETS, parse
 from kernels.gpu.variant import Variant
 from octavo.cli import main
@@ -43,6 +43,23 @@ for op, name in (("toys.add", "add bf16"), ("faulty_toys.spilling", "spilling, a
     print(json.dumps({"said": said.as_dict(), "usage": usage, "local_stores": code.count("STL")}))
 """
 
+# Loops of both kernels of attention on a card that multiplies out of registers.
+_ATTENTION = """
+import subprocess, tempfile
+import triton
+from kernels.bench.compiler import source_of
+from kernels.bench.machine_code import disassembled, main_loop
+from kernels.gpu.attention.kinds import variants_of_all
+from triton.backends.compiler import GPUTarget
+
+for variant in variants_of_all():
+    if "bf16 head 128 group 4 block 16 tile" in variant.name and 80 in variant.capabilities:
+        options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "maxnreg": variant.max_registers}
+        kernel = triton.compile(source_of(variant), target=GPUTarget("cuda", 80, 32), options=options)
+        loop = main_loop(disassembled(kernel.asm["cubin"]))
+        print(loop.barriers, loop.copies_under_way, loop.spills, kernel.asm["ttgir"].count("warpsPerCTA = [1, "))
+"""
+
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
@@ -66,6 +83,15 @@ def test_what_is_reported_is_what_the_machine_code_has(environment: dict[str, st
         assert found["said"]["registers"] == int(usage["REG"]) > 0
         assert (found["said"]["spill_bytes"] > 0) == (int(usage["STACK"]) > 0) == (found["local_stores"] > 0) == spills
         assert found["said"]["fault"] == ""
+
+
+def test_rows_of_attention_stay_with_their_warps(environment: dict[str, str]) -> None:
+    """No row's keys are shared out to warps, in whose order their sum would depend on the kernel, and no weights pass
+    through shared memory: the only barriers of the loop are for copies. Copies go on over the border of a segment."""
+    command = [sys.executable, "-c", _ATTENTION]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["2 2 0 0"] * 2
 
 
 def test_kernels_without_fault_pass_and_a_second_run_compiles_nothing(environment: dict[str, str]) -> None:
@@ -117,7 +143,7 @@ def test_a_spill_may_be_allowed_on_some_cards_alone() -> None:
         (("--op", "division", "--package", "tests.kernels.toys"), "no operation is called 'division'; there are add"),
         (
             ("--op", "division"),
-            "no operation is called 'division'; there are chunk_maxima, combine_experts, copy_blocks",
+            "no operation is called 'division'; there are paged_attention, combine_experts, copy_blocks",
         ),
         (("--package", "kernels.oracles"), "no module of kernels.oracles has variants()"),
     ],
@@ -141,10 +167,18 @@ def test_the_command_passes_its_flags_on_and_returns_the_exit_code(monkeypatch: 
 
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    flags = ["--compile-only", "--target", "sm_90", "--op", "add", "--jobs", "3", "--json"]
+    flags = ["--compile-only", "--target", "sm_90", "--op", "add", "--jobs", "3", "--loops", "--json"]
     assert main(["bench", "kernels", *flags]) == 1
     ((command, environment),) = calls
-    assert command[1:] == ["-m", "kernels.bench.compile_all", "--target=sm_90", "--op=add", "--jobs=3", "--json"]
+    assert command[1:] == [
+        "-m",
+        "kernels.bench.compile_all",
+        "--target=sm_90",
+        "--op=add",
+        "--jobs=3",
+        "--loops",
+        "--json",
+    ]
     assert "TRITON_INTERPRET" not in environment
 
 
@@ -172,6 +206,21 @@ def test_a_spill_counts_in_the_innermost_loop_over_products() -> None:
         "spills 8 bytes in its loop over products",
         "spills 8 bytes",
     ]
+
+
+def test_the_loop_that_is_described_is_the_shortest_over_products() -> None:
+    """A wait for a barrier, out of line behind it, leads back into the loop."""
+    places = ["MOV", "LDGSTS.E [R1]", "LDGDEPBAR", "DEPBAR.LE SB0, 0x2", "BAR.SYNC 0x0", "HGMMA.64x64x16.F32 R8"]
+    places += ["WARPGROUP.DEPBAR.LE gsb0, 0x1", "LDL R2", "@P0 BRA 0x0010", "SYNCS.PHASECHK P0", "BRA 0x0040"]
+    code = "".join(f"        /*{16 * place:04x}*/    {text} ;\n" for place, text in enumerate(places))
+    assert main_loop(code) == Loop(7, 1, 1, 1, "", None, 1)  # from the barrier on, around the wait
+    code = code.replace("BRA 0x0040", "EXIT")
+    assert main_loop(code) == Loop(8, 1, 1, 1, "1 LDGSTS", 2, 1)
+    assert str(main_loop(code)) == (
+        "8 instructions, 1 products, 1 barriers, copies 1 LDGSTS, 2 groups of copies under way, "
+        "1 products under way, 1 spills"
+    )
+    assert str(main_loop(code.replace("HGMMA", "FFMA"))) == "no loop over products"
 
 
 def test_the_table_marks_faults() -> None:

@@ -59,6 +59,31 @@ def test_a_row_is_the_same_in_any_company(dtype: torch.dtype, monkeypatch: pytes
     assert launches == [False] + [True] * len(parts)
 
 
+def test_tiles_read_by_descriptor_and_by_address_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rows begin at multiples of 16 bytes; elements past the last whole tile, and a segment's border."""
+    described: list[bool] = []
+    launch = module._matmul_kernel.run
+
+    def watched(*arguments: object, **options: object) -> object:
+        described.append(bool(options["IS_DESCRIBED"]))
+        return launch(*arguments, **options)
+
+    monkeypatch.setattr(module._matmul_kernel, "run", watched)
+    monkeypatch.setattr(module, "_WANTED_PROGRAMS", 2)  # so that few rows are not split, and the border is passed
+    x, weight = normal(140, 1096, dtype=torch.float16), normal(72, 1096, dtype=torch.float16, seed=1) / 33
+    assert tiling(72, 1096, torch.float16).num_segments == 2
+    outs = [poisoned(140, 72, dtype=torch.float16) for _ in range(4)]
+    wider = torch.empty(140, 1097, dtype=torch.float16, device=DEVICE)[:, :-1].copy_(x)
+    matmul(outs[0], x, weight)
+    matmul(outs[1], x, weight, may_describe=False)
+    matmul(outs[2], wider, weight)
+    matmul(outs[3], x[:, 1:], weight[:, 1:].contiguous())
+    assert described == ([True, False, False, False] if module._reads_descriptors(x.device) else [False] * 4)
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+    exact = x.double() @ weight.double().T
+    torch.testing.assert_close(outs[0].double(), exact, rtol=1e-3, atol=1e-3)
+
+
 def test_wide_weights_have_wide_tiles_and_no_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """With rows of more than one tile, the last of them short, and outputs past the last whole tile."""
     assert (tiling(28672, 4096, torch.bfloat16).block_n, tiling(4096, 14336, torch.bfloat16).block_n) == (256, 128)

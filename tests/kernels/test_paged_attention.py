@@ -17,10 +17,12 @@ import triton.language as tl
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from kernels.gpu.architectures import MAX_SHARED_BYTES
 from kernels.gpu.attention import decode, prefill, rows, segment, work
 from kernels.gpu.attention import paged_attention as module
 from kernels.gpu.attention import scratch as attention_scratch
 from kernels.gpu.attention.scratch import new_scratch
+from kernels.gpu.attention.tiling import tiling
 from kernels.gpu.attention.work import PIECE
 from kernels.oracles import reference
 from tests.kernels.cases import PagedCase
@@ -95,6 +97,13 @@ def test_any_mix_of_rows(dtype: torch.dtype) -> None:
 def test_head_and_block_sizes(num_heads: int, num_kv_heads: int, head_size: int, block_size: int) -> None:
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size, "block_size": block_size}
     check(PoisonedCase([1, 7, 1], [0, 70, 130], **sizes))
+
+
+@pytest.mark.parametrize("capability", [80, 90, 120])
+def test_the_tiles_of_each_card(capability: int) -> None:
+    case = PoisonedCase([1, 30], [90, 100], num_heads=2, num_kv_heads=1, head_size=80, dtype=torch.float16)
+    out = attend(case, cut=tiling(80, 2, 2, capability, MAX_SHARED_BYTES[capability]))
+    torch.testing.assert_close(out.double(), exact(case), rtol=1e-3, atol=1e-3)
 
 
 def test_contexts_of_several_segments() -> None:
@@ -237,15 +246,13 @@ def test_a_token_is_the_same_in_a_prompt_in_chunks_and_computed_alone(monkeypatc
 
 
 @pytest.mark.usefixtures("short_segments")
-@pytest.mark.parametrize(
-    ("dtype", "window", "cap"),
-    [(torch.float16, 0, 3.0), (torch.float32, SEGMENT + 18, 0.0)],  # with a cap, Hopper's tiles are half a segment here
-)
+@pytest.mark.parametrize(("dtype", "window", "cap"), [(torch.float16, 0, 3.0), (torch.float32, SEGMENT + 18, 0.0)])
 def test_a_token_is_the_same_in_segments_in_spans_and_whole(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, window: int, cap: float
 ) -> None:
     """Bit for bit: few tokens after a context, as prefix caching, chunks and speculation have them, against each alone
-    and against the same without any line of scratch to be split into."""
+    and against the same without any line of scratch to be split into; in 16 bits as a card that multiplies out of
+    registers has it, with segments that are joined in the loop over tiles and with a loop each."""
     if IS_INTERPRETED:
         monkeypatch.setattr(numpy, "matmul", lambda a, b, dtype: numpy.einsum("mk,kn->mn", a, b, dtype=dtype))
     facts = module._gpu(torch.device(DEVICE))
@@ -254,15 +261,20 @@ def test_a_token_is_the_same_in_segments_in_spans_and_whole(
     seq_len = query_len + context_len
     case = PoisonedCase([query_len], [context_len], num_heads=3, num_kv_heads=1, dtype=dtype)
     case.options |= {"sliding_window": window, "logit_soft_cap": cap}
+    cut = tiling(32, dtype.itemsize, 3, 86, MAX_SHARED_BYTES[86])
+    cut = dataclasses.replace(cut, key_tile=min(cut.key_tile, 32))  # several of a short segment
+    case.options["cut"] = cut
     caches, found = (case.key_cache, case.value_cache), {}
-    for name, lines in (("whole", 0), ("spans", 3 * query_len), ("segments", 6 * query_len)):
+    other = dataclasses.replace(cut, joins=not cut.joins)
+    for name, lines in (("whole", 0), ("spans", 3 * query_len), ("segments", 6 * query_len), ("other", 0)):
+        case.options["cut"] = other if name == "other" else cut
         scratch = new_scratch(1, seq_len, 3, 32, 200, case.query.device, lines)
         shared, out = scratch.new_pass(), torch.full_like(case.query, float("nan"))
         paged_attention(out, *case.arguments, **case.options, shared=shared)
         ((_, columns),) = shared.plans.items()
         found[name] = out
         if IS_INTERPRETED and not window:
-            assert columns[PIECE.value].tolist() == [{"whole": 0, "spans": SPAN, "segments": 1}[name]]
+            assert columns[PIECE.value].tolist() == [{"spans": SPAN, "segments": 1}.get(name, 0)]
     for name, out in found.items():
         assert torch.equal(out, found["whole"]), name
     for token in (0, 1, 20, 21, 22, query_len - 1):
@@ -345,6 +357,13 @@ def test_what_does_not_fit_is_refused() -> None:
         setattr(changed, name, wrong)
         with pytest.raises(ValueError, match=message):
             attend(changed)
+    apart = [torch.zeros(len(cache), cache[0].numel() + 1) for cache in (case.key_cache, case.value_cache)]
+    changed.key_cache, changed.value_cache = (
+        lines.to(DEVICE)[:, :-1].unflatten(1, case.key_cache.shape[1:]) for lines in apart
+    )
+    changed.query_starts = case.query_starts
+    with pytest.raises(ValueError, match="lines of 32 elements"):
+        attend(changed)
     with pytest.raises(ValueError, match="scale -1"):
         attend(case, scale=-1.0)
     with pytest.raises(ValueError, match="alibi_slopes"):

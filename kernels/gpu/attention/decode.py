@@ -44,7 +44,7 @@ def segment_kernel(  # type: ignore[no-untyped-def]
     num_sequences,
     num_kv_heads,
     query_stride,
-    block_stride,
+    block_lines,
     table_stride,
     scale,
     soft_cap,
@@ -59,6 +59,7 @@ def segment_kernel(  # type: ignore[no-untyped-def]
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     JOINS: tl.constexpr,
+    SUMS_ARE_PRODUCTS: tl.constexpr,
     DOT_TYPE: tl.constexpr,
 ):
     """One program a share of tiles: unnormalised sums, maxima and totals of each piece, to be joined."""
@@ -106,7 +107,7 @@ def segment_kernel(  # type: ignore[no-untyped-def]
                         tl.maximum(first, first_seen) // SEGMENT,
                         tl.cdiv(end_key, SEGMENT),
                         query_stride,
-                        block_stride,
+                        block_lines,
                         scale,
                         soft_cap,
                         window,
@@ -119,6 +120,7 @@ def segment_kernel(  # type: ignore[no-untyped-def]
                         HAS_WINDOW,
                         HAS_SOFT_CAP,
                         JOINS,
+                        SUMS_ARE_PRODUCTS,
                         DOT_TYPE,
                     )
                     # Read here, and below again: what waits for so long takes registers from the loop over keys.

@@ -35,7 +35,7 @@ class Kind:
         """As a launch on such a card has it."""
         of_card = (capability, MAX_SHARED_BYTES[capability])
         element_size = 4 if self.dtype == "fp32" else 2
-        return tiling(self.head_size, element_size, self.group, *of_card, has_soft_cap=self.has_soft_cap)
+        return tiling(self.head_size, element_size, self.group, *of_card)
 
     def __str__(self) -> str:
         words = [self.dtype, f"head {self.head_size} group {self.group} block {self.block_size}"]
@@ -63,7 +63,7 @@ _KINDS = (
 )
 _SUMS = ("sums", "maxima", "totals")
 _POINTERS = {"seq_lens": "*i32", "query_starts": "*i32"}
-_NUMBERS = {"num_sequences": "i32", "num_kv_heads": "i32", "query_stride": "i32", "block_stride": "i32"}
+_NUMBERS = {"num_sequences": "i32", "num_kv_heads": "i32", "query_stride": "i32", "block_lines": "i32"}
 _NUMBERS |= {"table_stride": "i32", "scale": "fp32", "soft_cap": "fp32", "window": "i32"}
 
 
@@ -93,6 +93,7 @@ def _variants(kind: Kind, cut: Tiling, capabilities: list[int]) -> Iterator[Vari
         "HAS_WINDOW": kind.has_window,
         "HAS_SOFT_CAP": kind.has_soft_cap,
         "JOINS": cut.joins,
+        "SUMS_ARE_PRODUCTS": cut.sums_are_products,
         "DOT_TYPE": {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}[kind.dtype],
     }
     common: dict[str, Any] = {
@@ -105,6 +106,7 @@ def _variants(kind: Kind, cut: Tiling, capabilities: list[int]) -> Iterator[Vari
     of_decode_shape = {"ROWS": cut.decode_rows, "PROGRAMS": cut.decode_programs}
     given = dict.fromkeys(("key_scale", "value_scale"), bool(kind.cache))
     given |= {"alibi_slopes": kind.has_alibi, "sinks": kind.has_sinks}
+    said = " joined" * cut.joins + " sums by products" * cut.sums_are_products
     for name, kernel, own, shape, num_warps in (
         ("prefill", prefill_kernel, of_prefill, {"ROWS": cut.prefill_rows}, cut.prefill_warps),
         ("decode", segment_kernel, of_decode, of_decode_shape, cut.decode_warps),
@@ -112,7 +114,7 @@ def _variants(kind: Kind, cut: Tiling, capabilities: list[int]) -> Iterator[Vari
         # An argument that may be None is a constant where it is.
         optional = {key: given[key] for key in given if key in kernel.arg_names}
         yield Variant(
-            f"paged_attention {name} {kind} tile {shape['ROWS']}x{cut.key_tile}" + " joined" * cut.joins,
+            f"paged_attention {name} {kind} tile {shape['ROWS']}x{cut.key_tile}" + said,
             kernel,
             signature | own | {key: "*fp32" for key, is_given in optional.items() if is_given},
             constants | shape | {key: None for key, is_given in optional.items() if not is_given},

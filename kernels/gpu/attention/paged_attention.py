@@ -39,7 +39,7 @@ from kernels.gpu.attention.scratch import (
     new_scratch,
     scratch_bytes,
 )
-from kernels.gpu.attention.tiling import ALL_REGISTERS, JOIN_REGISTERS, padded, tiling
+from kernels.gpu.attention.tiling import ALL_REGISTERS, JOIN_REGISTERS, Tiling, padded, tiling
 from kernels.gpu.attention.work import NUM_FACTS, plan_kernel
 from kernels.gpu.variant import Variant
 
@@ -68,11 +68,13 @@ def paged_attention(
     value_scale: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     shared: AttentionPass | None = None,
+    cut: Tiling | None = None,
 ) -> None:
     """See `kernels.oracles.reference.paged_attention`. `out` and `query` may be strided in their first dimension.
 
     `shared` is what all layers of one forward pass are given; without it this call makes a scratch and a plan of its
-    own. Its scratch has to suffice for so many sequences of `max_seq_len`.
+    own. Its scratch has to suffice for so many sequences of `max_seq_len`. `cut`: a tiling to be measured or tested in
+    place of the card's own.
 
     Types: float32, float16 or bfloat16, and the caches in any of these or float8_e4m3fn. Raises ValueError where a
     shape, stride, type or device does not fit.
@@ -91,8 +93,8 @@ def paged_attention(
     gpu = _gpu(query.device)
     if key_cache.dtype == torch.float8_e4m3fn and gpu.capability < 89:
         raise ValueError(f"caches of {key_cache.dtype} need compute capability 8.9, this GPU has {gpu.capability / 10}")
-    of_card, has_soft_cap = (gpu.capability, gpu.max_shared_bytes), logit_soft_cap > 0
-    cut = tiling(head_size, query.element_size(), group, *of_card, has_soft_cap=has_soft_cap)
+    if cut is None:
+        cut = card_tiling(query.device, head_size, query.element_size(), group)
     logit_scale, soft_cap = scale * LOG2_E, 0.0
     if logit_soft_cap > 0:
         logit_scale, soft_cap = 2 * LOG2_E * scale / logit_soft_cap, logit_soft_cap * LOG2_E
@@ -103,8 +105,9 @@ def paged_attention(
         "HEAD_SIZE": head_size,
         "HEAD_TILE": head_tile,
         "HAS_WINDOW": sliding_window > 0,
-        "HAS_SOFT_CAP": has_soft_cap,
+        "HAS_SOFT_CAP": logit_soft_cap > 0,
         "JOINS": cut.joins,
+        "SUMS_ARE_PRODUCTS": cut.sums_are_products,
         "DOT_TYPE": gpu.dot_type(query.dtype),
         "num_stages": cut.stages,
     }
@@ -136,7 +139,7 @@ def paged_attention(
         shared.plans[of_plan] = plan
     lines = (scratch.sums, scratch.maxima, scratch.totals)
     places = (block_tables, seq_lens, query_starts)
-    strides = (query.stride(0), key_cache.stride(0), block_tables.stride(0))
+    strides = (query.stride(0), key_cache.stride(0) // head_size, block_tables.stride(0))
 
     if max_query_len > 1:
         prefill_kernel[(cut.prefill_programs * gpu.num_multiprocessors,)](
@@ -208,6 +211,12 @@ def paged_attention(
     )
 
 
+def card_tiling(device: torch.device, head_size: int, element_size: int, group: int) -> Tiling:
+    """How attention is cut on this card; see `tiling`."""
+    gpu = _gpu(device)
+    return tiling(head_size, element_size, group, gpu.capability, gpu.max_shared_bytes)
+
+
 def attention_scratch(
     device: torch.device, max_num_seqs: int, max_seq_len: int, num_heads: int, head_size: int
 ) -> Scratch:
@@ -269,6 +278,10 @@ def _check(
         raise ValueError(f"no caches of {key_cache.dtype} and {value_cache.dtype}")
     if key_cache.stride()[1:] != (block_size * head_size, head_size, 1):
         raise ValueError(f"a block's heads, tokens and elements are not contiguous: strides {key_cache.stride()}")
+    if key_cache.stride(0) % head_size or len(key_cache) * key_cache.stride(0) > head_size << 32:
+        raise ValueError(
+            f"blocks do not begin at one of 2^32 lines of {head_size} elements: strides {key_cache.stride()}"
+        )
     for name, x in (("out", out), ("query", query)):
         if num_tokens and x.stride()[1:] != (head_size, 1):
             raise ValueError(f"a token's heads are not contiguous in {name}: strides {x.stride()}")

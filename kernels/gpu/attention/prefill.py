@@ -45,7 +45,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     num_kv_heads,
     out_stride,
     query_stride,
-    block_stride,
+    block_lines,
     table_stride,
     scale,
     soft_cap,
@@ -59,6 +59,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     JOINS: tl.constexpr,
+    SUMS_ARE_PRODUCTS: tl.constexpr,
     DOT_TYPE: tl.constexpr,
 ):
     """Programs take tiles of rows and key/value heads in turn, and write `out`."""
@@ -94,7 +95,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
                     tl.maximum(first_key // SEGMENT, span * SPAN),
                     tl.minimum(tl.cdiv(end_key, SEGMENT), (span + 1) * SPAN),
                     query_stride,
-                    block_stride,
+                    block_lines,
                     scale,
                     soft_cap,
                     window,
@@ -107,6 +108,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
                     HAS_WINDOW,
                     HAS_SOFT_CAP,
                     JOINS,
+                    SUMS_ARE_PRODUCTS,
                     DOT_TYPE,
                 )
                 if (span > first_span) | (span < end_span - 1):

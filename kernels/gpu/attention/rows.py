@@ -41,7 +41,7 @@ def attend_rows(  # type: ignore[no-untyped-def]
     first_segment,
     end_segment,
     query_stride,
-    block_stride,
+    block_lines,
     scale,
     soft_cap,
     window,
@@ -54,6 +54,7 @@ def attend_rows(  # type: ignore[no-untyped-def]
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     JOINS: tl.constexpr,
+    SUMS_ARE_PRODUCTS: tl.constexpr,
     DOT_TYPE: tl.constexpr,
 ):
     """(m, total, acc) of rows first_row..first_row + ROWS over the segments first_segment..end_segment, all of a span,
@@ -91,7 +92,7 @@ def attend_rows(  # type: ignore[no-untyped-def]
             q,
             key_cache,
             value_cache,
-            block_stride,
+            block_lines,
             table,
             head,
             tl.maximum(segment * TILES, first_tile),
@@ -114,6 +115,7 @@ def attend_rows(  # type: ignore[no-untyped-def]
             HAS_WINDOW,
             HAS_SOFT_CAP,
             JOINS,
+            SUMS_ARE_PRODUCTS,
             DOT_TYPE,
         )
     return m, total, acc

@@ -44,7 +44,7 @@ def load_tile(  # type: ignore[no-untyped-def]
     """
     dims = tl.arange(0, HEAD_TILE)
     mask = needed[:, None] & (dims < HEAD_SIZE)[None, :]
-    return tl.load(cache + elements[:, None] + dims[None, :], mask, 0.0).to(DOT_TYPE)
+    return tl.load((cache + dims)[None, :] + elements[:, None], mask, 0.0).to(DOT_TYPE)
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     query,
     key_cache,
     value_cache,
-    block_stride,
+    block_lines,
     table,
     head,
     begin_tile,
@@ -78,6 +78,7 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     JOINS: tl.constexpr,
+    SUMS_ARE_PRODUCTS: tl.constexpr,
     DOT_TYPE: tl.constexpr,
 ):
     """`so_far`, (m, total, acc), joined with the tiles begin_tile..end_tile: of one segment, or with JOINS of several.
@@ -85,28 +86,34 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     JOINS is for where a thread's registers suffice for both sums in this loop: tiles are then copied ahead over the
     border of a segment, where otherwise the loop ends and the next one waits for its first keys.
 
-    query [ROWS, HEAD_TILE]; positions i32[ROWS] of the rows' tokens; slopes f32[ROWS]. Keys first_key..end_key are
-    seen by some row, others are not read. Those of tiles first_full..end_full are seen by every row, and not
-    compared with positions. `logit_scale` makes powers of two of query . key. With a soft cap the logit is `soft_cap *
-    tanh(logit_scale / 2 / log2(e) * query . key)`, and `soft_cap` and `slopes` hold the log2(e).
+    query [ROWS, HEAD_TILE]; positions i32[ROWS] of the rows' tokens; slopes f32[ROWS]. From a block's first line of
+    HEAD_SIZE elements to the next block's there are `block_lines`. Keys first_key..end_key are seen by some row, others
+    are not read. Those of tiles first_full..end_full are seen by every row, and not compared with positions.
+    `logit_scale` makes powers of two of query . key. With a soft cap the logit is `soft_cap * tanh(logit_scale / 2 /
+    log2(e) * query . key)`, and `soft_cap` and `slopes` hold the log2(e).
     """
     TILES: tl.constexpr = SEGMENT // KEY_TILE
     m, total, acc = nothing(ROWS, HEAD_TILE)
     # Blocks are read one tile ahead of keys, which are copied two tiles ahead of the products.
     places = begin_tile * KEY_TILE + tl.arange(0, KEY_TILE)
-    blocks = tl.load(table + places // BLOCK_SIZE, places < end_key, 0)
+    blocks = tl.load(table + places.to(tl.uint32) // BLOCK_SIZE, places < end_key, 0)
     for tile in tl.range(begin_tile, end_tile, disable_licm=True):
-        # At the top, where no product is under way: at the end, Hopper's would have to wait for each other.
+        # At the top, where no product is under way: at the end, Hopper's would have to wait for each other. `acc` is
+        # left as it is: from a maximum of nothing it decays to 0, below.
         if JOINS and tile // TILES * TILES == tile:
             so_far_m, so_far_total, so_far_acc = join(so_far_m, so_far_total, so_far_acc, m, total, acc)
-            m, total, acc = nothing(ROWS, HEAD_TILE)
+            m, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
         places = tile * KEY_TILE + tl.arange(0, KEY_TILE)
-        needed = (places >= first_key) & (places < end_key)
-        elements = blocks.to(tl.int64) * block_stride + (head * BLOCK_SIZE + places % BLOCK_SIZE) * HEAD_SIZE
+        needed = places < end_key
+        if HAS_WINDOW:
+            needed = needed & (places >= first_key)
+        # In lines, and unsigned: a 32-bit product, a shift and a mask, and one 64-bit product by a constant.
+        lines = blocks * block_lines + head * BLOCK_SIZE + (places.to(tl.uint32) % BLOCK_SIZE).to(tl.int32)
+        elements = lines.to(tl.uint32).to(tl.int64) * HEAD_SIZE
         keys = load_tile(key_cache, elements, needed, HEAD_SIZE, HEAD_TILE, DOT_TYPE)
         values = load_tile(value_cache, elements, needed, HEAD_SIZE, HEAD_TILE, DOT_TYPE)
         next_places = places + KEY_TILE
-        blocks = tl.load(table + next_places // BLOCK_SIZE, next_places < end_key, 0)
+        blocks = tl.load(table + next_places.to(tl.uint32) // BLOCK_SIZE, next_places < end_key, 0)
 
         logits = tl.dot(query, tl.trans(keys), input_precision="ieee")
         # What is left to be multiplied when the maximum is known: one fma for both.
@@ -120,11 +127,16 @@ def attend_tiles(  # type: ignore[no-untyped-def]
                 factor = 1.0
             distances = (places[None, :] - positions[:, None]).to(tl.float32)
             logits = tl.fma(tl.broadcast_to(slopes[:, None], logits.shape), distances, logits)
-        if (tile < first_full) | (tile >= end_full):
+        is_partial = (tile < first_full) | (tile >= end_full)
+        masked = logits
+        if is_partial:
             visible = places[None, :] <= positions[:, None]
             if HAS_WINDOW:
                 visible = visible & (places[None, :] > positions[:, None] - window)
-            logits = tl.where(visible, logits, float("-inf"))
+            masked = tl.where(visible, logits, float("-inf"))
+        # No instruction comes of it, but that Triton sees one product follow the other. Past a branch it does not: it
+        # would share the keys of a tile out to warps, and each tile's weights would pass through shared memory.
+        logits = tl.where(is_partial, masked, logits)
 
         new_m = tl.maximum(m, tl.max(logits, 1) * factor)
         # Of a row that has seen nothing yet any finite number, so that no infinity is taken from itself.
@@ -132,9 +144,17 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         weights = tl.exp2(tl.fma(logits, tl.zeros_like(logits) + factor, tl.zeros_like(logits) - top[:, None]))
         # Of what was rounded already: exactly 1 where the maximum stays, which `fma` would miss.
         decay = tl.exp2(m - top)
-        total = tl.fma(total, decay, tl.sum(weights, 1))
-        acc = acc * decay[:, None]
-        acc = tl.dot(weights.to(DOT_TYPE), values, acc, input_precision="ieee")
+        # With 0 added, so that what has decayed to -0 is as a new sum begins.
+        acc = tl.fma(acc, tl.broadcast_to(decay[:, None], acc.shape), tl.zeros_like(acc))
+        rounded = weights.to(DOT_TYPE)
+        acc = tl.dot(rounded, values, acc, input_precision="ieee")
+        if SUMS_ARE_PRODUCTS:
+            # After the other product, so that Triton looks at this one first: it is narrower than high, whatever the
+            # tile and the head, and so all three have the rows shared out to the warps.
+            sums = tl.max(tl.dot(rounded, tl.full([KEY_TILE, 16], 1.0, DOT_TYPE)), 1)
+        else:
+            sums = tl.sum(weights, 1)
+        total = tl.fma(total, decay, sums)
         m = new_m
     return join(so_far_m, so_far_total, so_far_acc, m, total, acc)
 

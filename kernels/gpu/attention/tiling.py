@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import triton
 
-# Of 64 rows and two tiles of 32 keys and values with heads of 256; and of two blocks with three such tiles of 128.
-_LARGE_SHARED_BYTES = 108_544
+# Of 128 rows and three tiles of 64 keys and values with heads of 128; and of 64 rows and tiles of 32 with heads of 256.
+_LARGE_SHARED_BYTES = 132 * 1024
 ALL_REGISTERS = 255  # of a thread: left alone, the assembler spills a few for more threads than shared memory lets run
 JOIN_REGISTERS = 168  # of a thread of the kernel that joins pieces, for the same reason
 
@@ -25,6 +25,9 @@ class Tiling:
     decode_programs: int  # that one multiprocessor holds at once
     prefill_programs: int
     joins: bool = False  # segments are joined in the loop over tiles, not around it: registers allow it
+    # A row's weights are summed by a product with ones. Triton shares the rows and keys of a tile out to warps by the
+    # tile's shape, and a sum over threads follows that; one by the matrix units runs over keys in order whatever it is.
+    sums_are_products: bool = False
 
 
 def padded(head_size: int) -> int:
@@ -33,29 +36,25 @@ def padded(head_size: int) -> int:
     return max(size, 16)
 
 
-def tiling(
-    head_size: int, element_size: int, group: int, capability: int, max_shared_bytes: int, *, has_soft_cap: bool
-) -> Tiling:
+def tiling(head_size: int, element_size: int, group: int, capability: int, max_shared_bytes: int) -> Tiling:
     """As large as registers allow: a thread holds two sums of its rows' values, of the segment and of the span.
 
-    element_size in bytes, of queries; capability 90 is Hopper; max_shared_bytes: what the card gives one block. A
-    model has as many warps to a row in both kernels: sums over keys then run in the same order.
+    element_size in bytes, of queries; capability 90 is Hopper; max_shared_bytes: what the card gives one block.
     """
     head_tile = padded(head_size)
     decode_rows = max(64, triton.next_power_of_2(group))
-    has_matrix_memory = 90 <= capability < 120  # smaller cards of Blackwell multiply out of registers, as Ampere does
     if element_size > 2:
         # Multiplied without matrix units.
         return Tiling(16, 32, 8, max(32, triton.next_power_of_2(group)), 8, 2, 1, 1)
+    # Hopper's and large Blackwells' matrix units read keys from shared memory; others are given them in registers.
+    # Triton 3.6, 3.7 and 3.9 differ in how many registers they use: with these tiles none spills in its loop.
+    from_registers = not 90 <= capability < 120
+    is_large = not from_registers and max_shared_bytes >= _LARGE_SHARED_BYTES
     if head_tile > 128:
-        key_tile = 32 if has_matrix_memory and max_shared_bytes >= _LARGE_SHARED_BYTES else 16
-        return Tiling(key_tile, 64, 8, decode_rows, decode_rows // 8, 3, 1, 1)
-    # Hopper's matrix units read queries and keys from shared memory; others take them from registers. Triton 3.6, 3.7
-    # and 3.9 differ in how many they use: with these tiles none spills in its loop.
-    if 90 <= capability < 100 and not has_soft_cap:
-        key_tile = 64
-    elif max_shared_bytes < _LARGE_SHARED_BYTES or (capability >= 100 and head_size < head_tile):
-        key_tile = 16
-    else:
-        key_tile = 32
-    return Tiling(key_tile, 128, 8, decode_rows, decode_rows // 16, 3, 2, 1, joins=capability < 100)
+        key_tile = 32 if is_large else 16
+        sizes = (key_tile, 64, 8, decode_rows, decode_rows // 8, 3, 1, 1)
+        return Tiling(*sizes, sums_are_products=from_registers)
+    key_tile = 64 if is_large or head_tile <= 64 else 32
+    joins = capability < 100 or (from_registers and head_tile <= 64)
+    sizes = (key_tile, 128, 8, decode_rows, decode_rows // 16, 3, 2, 1)
+    return Tiling(*sizes, joins=joins, sums_are_products=from_registers)
