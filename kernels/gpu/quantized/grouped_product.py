@@ -111,9 +111,12 @@ def grouped_quantized_matmul(
     weights: PackedCodes,
     starts: torch.Tensor,
     rows: torch.Tensor | None = None,
+    *,
+    of_experts: int | None = None,
 ) -> None:
-    """See `reference.grouped_matmul`; weights of `packed_codes.stacked`. Raises ValueError for tensors that do not
-    fit."""
+    """See `reference.grouped_matmul`; weights of `packed_codes.stacked`. `of_experts`: among how many tokens have
+    chosen, where others are elsewhere; rows that went there are at the end of `out`. Raises ValueError for tensors that
+    do not fit."""
     num_experts, num_outputs, size = weights.words.shape[0], weights.out_features, weights.in_features
     num_rows = out.shape[0]
     check_rows("grouped_quantized_matmul", x=x)
@@ -129,7 +132,7 @@ def grouped_quantized_matmul(
         raise ValueError("grouped_quantized_matmul: starts must be int32, rows int64, out of the type of x")
     if not num_rows:
         return
-    block_m = block_m_of(triton.cdiv(num_rows, num_experts))
+    block_m = block_m_of(triton.cdiv(num_rows, of_experts or num_experts))
     row_tiles = num_rows // block_m + min(num_experts, num_rows)
     num_groups = weights.scale.shape[-2]
     sums = None if weights.offset is None else group_sums(x, weights.group, num_groups, MOST_ROWS)
