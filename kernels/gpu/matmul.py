@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_alike, check_contiguous, check_rows
-from kernels.gpu.products import segment_sum
+from kernels.gpu.products import segment_sum, tile_of_program
 from kernels.gpu.tiles import cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
 
@@ -34,7 +34,6 @@ _MAX_SEGMENTS = 8
 _SUMMED_ELEMENTS = 1024  # of a program that adds segments
 _WIDE = 256  # outputs of the largest tile
 _WIDE_TILES = 96  # with so many of them, few rows occupy most of a GPU without cutting sums
-_GROUP = 8  # tiles of rows that pass over the same part of the weight one after the other, while it is in the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +83,10 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     SEGMENT: tl.constexpr,
     SEGMENTS: tl.constexpr,
-    GROUP: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    row_tile, column_tile = tl.swizzle2d(
-        tl.program_id(0) // tl.cdiv(OUTPUTS, BLOCK_N),
-        tl.program_id(0) % tl.cdiv(OUTPUTS, BLOCK_N),
-        tl.cdiv(count, BLOCK_M),
-        tl.cdiv(OUTPUTS, BLOCK_N),
-        GROUP,
-    )
+    row_tile, column_tile = tile_of_program(tl.cdiv(count, BLOCK_M), tl.cdiv(OUTPUTS, BLOCK_N))
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     # Past the end the last row and column are computed again, and not stored: no masks in the loop.
@@ -172,7 +164,6 @@ def matmul(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch
         BLOCK_K=cut.block_k,
         SEGMENT=cut.segment,
         SEGMENTS=cut.num_segments,
-        GROUP=_GROUP,
         IS_SPLIT=is_split,
         HAS_BIAS=bias is not None,
         num_warps=cut.num_warps,
@@ -217,7 +208,7 @@ def variants() -> Iterator[Variant]:
                 pointers | dict.fromkeys(["count", "out_stride", "x_stride"], "i32"),
                 constants
                 | {"OUTPUTS": num_outputs, "SIZE": size, "SEGMENT": cut.segment, "SEGMENTS": cut.num_segments}
-                | {"BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k, "GROUP": _GROUP}
+                | {"BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k}
                 | {"IS_SPLIT": is_split, "HAS_BIAS": has_bias},
                 num_warps=cut.num_warps,
                 num_stages=cut.num_stages,

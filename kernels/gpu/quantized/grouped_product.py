@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous, check_rows
+from kernels.gpu.products import tile_of_program
 from kernels.gpu.quantized.group_sums import group_sums
 from kernels.gpu.quantized.packed_codes import TILE, WIDTH, PackedCodes, chunk_of
 from kernels.gpu.quantized.packed_product import most_registers, stages_of
@@ -23,8 +24,6 @@ from kernels.gpu.quantized.segments import MOST_ROWS, block_m_of
 from kernels.gpu.quantized.unpacking import packed_sum
 from kernels.gpu.variant import Variant
 from kernels.quantized_weight import Numbers
-
-_GROUP = 8  # tiles of rows that pass over the same part of a weight one after the other
 
 
 @triton.jit(do_not_specialize=["row_tiles"])  # type: ignore[untyped-decorator]  # Triton has no types
@@ -56,13 +55,10 @@ def _grouped_product_kernel(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
     column_tiles: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
     lines: tl.constexpr = column_tiles * BLOCK_N
-    row_tile, column_tile = tl.swizzle2d(
-        tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles, row_tiles, column_tiles, GROUP
-    )
+    row_tile, column_tile = tile_of_program(row_tiles, column_tiles)
     each = tl.arange(0, PADDED_EXPERTS)
     first = tl.load(starts + each, each < EXPERTS, 0)
     tiles = tl.cdiv(tl.load(starts + each + 1, each < EXPERTS, 0) - first, BLOCK_M)
@@ -164,7 +160,6 @@ def grouped_quantized_matmul(
         GROUPS=num_groups,
         BLOCK_N=TILE,
         BLOCK_M=block_m,
-        GROUP=_GROUP,
         num_stages=stages_of(x.dtype),
         maxnreg=most_registers(block_m),
     )
@@ -195,7 +190,7 @@ def variants() -> Iterator[Variant]:
                 | {"EXPERTS": num_experts, "PADDED_EXPERTS": triton.next_power_of_2(num_experts)}
                 | {"OUTPUTS": num_outputs, "SIZE": size, "NUMBERS": numbers, "WIDTH": WIDTH, "GROUP_SIZE": group}
                 | {"CHUNKS": num_chunks, "GROUPS": num_chunks * chunk_of(Numbers(numbers)) // group}
-                | {"BLOCK_N": TILE, "BLOCK_M": block_m, "GROUP": _GROUP},
+                | {"BLOCK_N": TILE, "BLOCK_M": block_m},
                 num_stages=4,
                 max_registers=most_registers(block_m),
                 divisible_by_16=(*pointers, "out_stride", "x_stride", "sums_stride"),
