@@ -182,6 +182,7 @@ class Worker:
             graph_backend=graphs,
         )
         self.runner.allocate_cache(max_num_seqs * self._num_blocks, 0)
+        self.runner.allocate_scratch(max_num_seqs, MAX_LEN)
         self.runner.capture_graphs(max_num_seqs, MAX_LEN, 1 << 30)
         self.runner.capture_mixed_graphs(2 * NUM_PROMPT, MAX_LEN, 1 << 30)
         self.states = SequenceStates(max_num_seqs, MAX_LEN, BLOCK_SIZE, max_num_seqs * self._num_blocks)

@@ -60,7 +60,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("instance_id", "schema_revision", "model", "model_hash", "architecture", "dtype", "device", "vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "parallel", "adapters", "lifecycle", "tokenizer_sha256", "eos_token_ids", "max_logprobs", "max_loras", "kv_cache_dtype", "quantization", "traces_steps")
+    __slots__ = ("instance_id", "schema_revision", "model", "model_hash", "architecture", "dtype", "device", "vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "parallel", "adapters", "lifecycle", "tokenizer_sha256", "eos_token_ids", "max_logprobs", "max_loras", "kv_cache_dtype", "quantization", "instructions", "traces_steps")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_REVISION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +82,7 @@ class WorkerInfo(_message.Message):
     MAX_LORAS_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    INSTRUCTIONS_FIELD_NUMBER: _ClassVar[int]
     TRACES_STEPS_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     schema_revision: int
@@ -104,8 +105,9 @@ class WorkerInfo(_message.Message):
     max_loras: int
     kv_cache_dtype: str
     quantization: str
+    instructions: str
     traces_steps: bool
-    def __init__(self, instance_id: _Optional[str] = ..., schema_revision: _Optional[int] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., parallel: _Optional[_Union[ParallelLayout, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[AdapterState, _Mapping]]] = ..., lifecycle: _Optional[_Union[WorkerLifecycle, str]] = ..., tokenizer_sha256: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_logprobs: _Optional[int] = ..., max_loras: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., traces_steps: bool = ...) -> None: ...
+    def __init__(self, instance_id: _Optional[str] = ..., schema_revision: _Optional[int] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., parallel: _Optional[_Union[ParallelLayout, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[AdapterState, _Mapping]]] = ..., lifecycle: _Optional[_Union[WorkerLifecycle, str]] = ..., tokenizer_sha256: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_logprobs: _Optional[int] = ..., max_loras: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., instructions: _Optional[str] = ..., traces_steps: bool = ...) -> None: ...
 
 class ParallelLayout(_message.Message):
     __slots__ = ("tensor_parallel_size", "pipeline_parallel_size")

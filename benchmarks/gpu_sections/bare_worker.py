@@ -14,6 +14,7 @@ import numpy as np
 from protos import worker_pb2
 from worker_svc.config import WorkerConfig
 from worker_svc.server import load
+from worker_svc.steps.graph_captures import GraphSizes
 from worker_svc.steps.model_thread import ModelThread
 from worker_svc.steps.worker import Worker
 
@@ -52,8 +53,8 @@ class BareWorker:
         self._places = threading.Semaphore(STEPS_IN_FLIGHT)
 
     @property
-    def graph_sizes(self) -> list[int]:
-        """Rows of the decode steps that were captured."""
+    def graph_sizes(self) -> GraphSizes:
+        """Of the steps that were captured."""
         return self._worker.graph_sizes
 
     def start(self, num_seqs: int, context: int, num_steps: int) -> None:

@@ -1,4 +1,4 @@
-"""Which decode steps of a Llama 3 8B with 131,072 positions have a graph in the memory that is set aside for them."""
+"""Which steps of a Llama 3 8B with 131,072 positions have a graph in the memory that is set aside for them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from benchmarks.gpu_sections.figure import Figure, Report
 from kernels.gpu.attention.paged_attention import attention_scratch_bytes
 from worker_svc.config import WorkerConfig
 from worker_svc.steps.decode_graphs import batch_sizes
+from worker_svc.steps.mixed_graphs import token_counts
 
 SECTION = "graph coverage"
 MAX_NUM_SEQS, POSITIONS = 256, 131_072
 
 
 def run(report: Report, earlier: Sequence[Figure], is_dry_run: bool) -> None:
-    """The share of batch sizes that have one with the default `--cuda-graph-memory`, and attention's scratch."""
+    """Attention's scratch, and the shares of steps' sizes that have a graph with the default `--cuda-graph-memory`."""
     device, dtype = ("cpu", torch.float32) if is_dry_run else ("cuda", torch.bfloat16)
     config = shapes.LLAMA_3_8B | {"max_position_embeddings": POSITIONS}
     heads = (config["num_attention_heads"], config["hidden_size"] // config["num_attention_heads"])
@@ -36,9 +37,14 @@ def run(report: Report, earlier: Sequence[Figure], is_dry_run: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         shapes.write_model(Path(folder), config, str(dtype).removeprefix("torch."), is_tiny=is_dry_run)
         worker = BareWorker(Path(folder), device=device, max_model_len="auto", **options)
-    wanted, captured = batch_sizes(max_num_seqs), worker.graph_sizes
+    captured = worker.graph_sizes
+    of_others = token_counts(options["max_num_batched_tokens"])
     worker.close()
     default = next(field.default for field in dataclasses.fields(WorkerConfig) if field.name == "cuda_graph_memory")
-    detail = {"wanted": wanted, "captured": captured, "positions": worker.sizes.max_model_len, "gib": default}
-    share = 100 * len(captured) / len(wanted)
-    report(Figure(SECTION, "batch sizes that have a graph", share, "%", "100 %", share == 100, detail=detail))
+    for what, wanted, found in (
+        ("batch sizes", batch_sizes(max_num_seqs), captured.batch_sizes),
+        ("numbers of tokens", of_others, captured.token_counts),
+    ):
+        detail = {"wanted": wanted, "captured": found, "positions": worker.sizes.max_model_len, "gib": default}
+        share = 100 * len(found) / len(wanted)
+        report(Figure(SECTION, f"{what} that have a graph", share, "%", "100 %", share == 100, detail=detail))

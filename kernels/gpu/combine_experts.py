@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_alike, check_contiguous, check_rows
+from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.tiles import cdiv, part_of_row
 from kernels.gpu.variant import Variant
 
@@ -39,6 +40,12 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
 
 def combine_experts(out: torch.Tensor, x: torch.Tensor, shares: torch.Tensor, places: torch.Tensor) -> None:
     """See `reference.combine_experts`. Raises ValueError where a shape, stride or type does not fit."""
+    tensors = out, x, shares, places
+    _bound(tensors)(*tensors)
+
+
+@once_a_layout
+def _bound(out: torch.Tensor, x: torch.Tensor, shares: torch.Tensor, places: torch.Tensor) -> Launch:
     name, (count, size) = "combine_experts", out.shape
     check_rows(name, out=out)
     check_rows(name, x=x)
@@ -47,16 +54,11 @@ def combine_experts(out: torch.Tensor, x: torch.Tensor, shares: torch.Tensor, pl
     check_contiguous(name, "places", places, tuple(shares.shape), out)
     if x.shape[1] != size or shares.dtype != torch.float32 or places.dtype != torch.int32:
         raise ValueError(f"{name}: x {tuple(x.shape)}, {shares.dtype} and {places.dtype} for out {tuple(out.shape)}")
-    if not count:
-        return
     block, num_warps = part_of_row(size)
-    _combine_kernel[(count, cdiv(size, block))](
-        out,
-        x,
-        shares,
-        places,
-        out.stride(0),
-        x.stride(0),
+    return Launch(
+        _combine_kernel,
+        (count, cdiv(size, block)),
+        (out.stride(0), x.stride(0)),
         SIZE=size,
         CHOSEN=shares.shape[1],
         BLOCK=block,

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_rows
+from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.tiles import cdiv, part_of_row
 from kernels.gpu.variant import Variant
 
@@ -53,29 +54,25 @@ def _gelu_kernel(  # type: ignore[no-untyped-def]
 
 def gelu(out: torch.Tensor, x: torch.Tensor, *, is_approximate: bool) -> None:
     """See `kernels.oracles.reference.gelu`; `out` may be `x`. Raises ValueError for tensors that do not fit."""
-    check_rows("gelu", out=out, x=x)
-    _launch(out, x, is_gated=False, is_approximate=is_approximate)
+    _bound((out, x), False, is_approximate)(out, x)
 
 
 def gelu_and_mul(out: torch.Tensor, x: torch.Tensor, *, is_approximate: bool) -> None:
     """See `kernels.oracles.reference.gelu_and_mul`. Raises ValueError for tensors that do not fit."""
-    count, size = out.shape
-    if x.shape != (count, 2 * size):
-        raise ValueError(f"gelu_and_mul: x must be {(count, 2 * size)} for out {(count, size)}, not {tuple(x.shape)}")
-    check_rows("gelu_and_mul", out=out, x=x[:, :size])
-    _launch(out, x, is_gated=True, is_approximate=is_approximate)
+    _bound((out, x), True, is_approximate)(out, x)
 
 
-def _launch(out: torch.Tensor, x: torch.Tensor, *, is_gated: bool, is_approximate: bool) -> None:
-    count, size = out.shape
-    if not count:
-        return
+@once_a_layout
+def _bound(out: torch.Tensor, x: torch.Tensor, is_gated: bool, is_approximate: bool) -> Launch:
+    (count, size), name = out.shape, "gelu_and_mul" if is_gated else "gelu"
+    if is_gated and x.shape != (count, 2 * size):
+        raise ValueError(f"{name}: x must be {(count, 2 * size)} for out {(count, size)}, not {tuple(x.shape)}")
+    check_rows(name, out=out, x=x[:, :size] if is_gated else x)
     block, num_warps = part_of_row(size)
-    _gelu_kernel[(count, cdiv(size, block))](
-        out,
-        x,
-        out.stride(0),
-        x.stride(0),
+    return Launch(
+        _gelu_kernel,
+        (count, cdiv(size, block)),
+        (out.stride(0), x.stride(0)),
         SIZE=size,
         BLOCK=block,
         IS_GATED=is_gated,

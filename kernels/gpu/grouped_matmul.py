@@ -23,11 +23,10 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_alike, check_contiguous, check_rows
-from kernels.gpu.products import segment_sum
+from kernels.gpu.products import segment_sum, tile_of_program
 from kernels.gpu.tiles import cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
 
-_GROUP = 8  # tiles of rows that pass over the same part of a weight one after the other
 _BLOCK_M = 64  # rows that a Hopper tensor core multiplies at once
 
 
@@ -49,13 +48,10 @@ def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
     HAS_ROWS: tl.constexpr,
 ):
     column_tiles: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
-    row_tile, column_tile = tl.swizzle2d(
-        tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles, row_tiles, column_tiles, GROUP
-    )
+    row_tile, column_tile = tile_of_program(row_tiles, column_tiles)
     each = tl.arange(0, PADDED_EXPERTS)
     first = tl.load(starts + each, each < EXPERTS, 0)
     tiles = tl.cdiv(tl.load(starts + each + 1, each < EXPERTS, 0) - first, BLOCK_M)
@@ -126,7 +122,6 @@ def grouped_matmul(
         BLOCK_M=_BLOCK_M,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        GROUP=_GROUP,
         HAS_ROWS=rows is not None,
     )
 
@@ -160,7 +155,7 @@ def variants() -> Iterator[Variant]:
             constants
             | {"EXPERTS": num_experts, "PADDED_EXPERTS": next_power_of_2(num_experts)}
             | {"OUTPUTS": num_outputs, "SIZE": size, "BLOCK_M": _BLOCK_M, "BLOCK_N": block_n, "BLOCK_K": block_k}
-            | {"GROUP": _GROUP, "HAS_ROWS": has_rows},
+            | {"HAS_ROWS": has_rows},
             divisible_by_16=(*pointers, *["out_stride", "x_stride"] * (size % 16 == 0)),
             may_spill=dtype == "fp32",  # an Ampere GPU is a few registers short
         )

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous, check_rows
+from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.tiles import cdiv, whole_rows
 from kernels.gpu.variant import Variant
 
@@ -67,24 +68,29 @@ def layer_norm(
     residual: torch.Tensor | None = None,
 ) -> None:
     """See `reference.layer_norm`; rows of 32,768 elements at most. Raises ValueError for what does not fit."""
+    tensors = out, x, weight, bias, residual
+    _bound(tensors, eps)(*tensors)
+
+
+@once_a_layout
+def _bound(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    residual: torch.Tensor | None,
+    eps: float,
+) -> Launch:
     check_rows("layer_norm", x=x, out=out, residual=residual)
     count, size = x.shape
     check_contiguous("layer_norm", "weight", weight, (size,), x)
     check_contiguous("layer_norm", "bias", bias, (size,), x)
     rows, block, num_warps = whole_rows(size)
-    if not count:
-        return
-    _layer_norm_kernel[(cdiv(count, rows),)](
-        out,
-        x,
-        weight,
-        bias,
-        residual,
-        count,
-        eps,
-        out.stride(0),
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
+    strides = out.stride(0), x.stride(0), 0 if residual is None else residual.stride(0)
+    return Launch(
+        _layer_norm_kernel,
+        (cdiv(count, rows),),
+        (count, eps, *strides),
         SIZE=size,
         ROWS=rows,
         BLOCK=block,

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_alike, check_contiguous, check_rows
+from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.products import segment_sum
 from kernels.gpu.tiles import cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
@@ -120,6 +121,12 @@ def _lora_expand_kernel(  # type: ignore[no-untyped-def]
 def lora_shrink(between: torch.Tensor, x: torch.Tensor, a: torch.Tensor, adapters: torch.Tensor) -> None:
     """See `reference.lora_shrink`; `between` has `num_segments(n)` parts. Raises ValueError for what does not
     fit."""
+    tensors = between, x, a, adapters
+    _bound_shrink(tensors)(*tensors)
+
+
+@once_a_layout
+def _bound_shrink(between: torch.Tensor, x: torch.Tensor, a: torch.Tensor, adapters: torch.Tensor) -> Launch:
     count, size = x.shape
     num_adapters, rank = a.shape[:2]
     check_rows("lora_shrink", x=x)
@@ -129,16 +136,11 @@ def lora_shrink(between: torch.Tensor, x: torch.Tensor, a: torch.Tensor, adapter
     _check_adapters("lora_shrink", adapters, x)
     if between.dtype != torch.float32:
         raise ValueError(f"lora_shrink: between must be float32, not {between.dtype}")
-    if not count:
-        return
     block_r = _block_r(rank)
-    _lora_shrink_kernel[(cdiv(count, _ROWS), num_segments(size), cdiv(rank, block_r))](
-        between,
-        x,
-        a,
-        adapters,
-        count,
-        x.stride(0),
+    return Launch(
+        _lora_shrink_kernel,
+        (cdiv(count, _ROWS), num_segments(size), cdiv(rank, block_r)),
+        (count, x.stride(0)),
         RANK=rank,
         SIZE=size,
         ROWS=_ROWS,
@@ -152,6 +154,14 @@ def lora_expand(
     out: torch.Tensor, between: torch.Tensor, b: torch.Tensor, adapters: torch.Tensor, scales: torch.Tensor
 ) -> None:
     """See `kernels.oracles.reference.lora_expand`. Raises ValueError for tensors that do not fit."""
+    tensors = out, between, b, adapters, scales
+    _bound_expand(tensors)(*tensors)
+
+
+@once_a_layout
+def _bound_expand(
+    out: torch.Tensor, between: torch.Tensor, b: torch.Tensor, adapters: torch.Tensor, scales: torch.Tensor
+) -> Launch:
     count, num_outputs = out.shape
     segments, _, rank = between.shape
     num_adapters = b.shape[0]
@@ -163,16 +173,10 @@ def lora_expand(
     _check_adapters("lora_expand", adapters, out)
     if between.dtype != torch.float32 or scales.dtype != torch.float32:
         raise ValueError(f"lora_expand: between and scales must be float32, not {between.dtype} and {scales.dtype}")
-    if not count:
-        return
-    _lora_expand_kernel[(cdiv(count, _ROWS), cdiv(num_outputs, _OUTPUTS))](
-        out,
-        between,
-        b,
-        adapters,
-        scales,
-        count,
-        out.stride(0),
+    return Launch(
+        _lora_expand_kernel,
+        (cdiv(count, _ROWS), cdiv(num_outputs, _OUTPUTS)),
+        (count, out.stride(0)),
         RANK=rank,
         OUTPUTS=num_outputs,
         SEGMENTS=segments,

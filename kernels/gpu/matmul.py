@@ -28,7 +28,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.gpu.checks import check_alike, check_contiguous, check_rows
-from kernels.gpu.products import add_product
+from kernels.gpu.products import add_product, tile_of_program
 from kernels.gpu.tiles import cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
 
@@ -39,7 +39,6 @@ _WIDE = 256  # outputs of the largest tile
 _WIDE_TILES = 96  # with so many of them, few rows occupy most of a GPU without cutting sums
 _ALL_REGISTERS = 255  # of a thread: left alone, the assembler spills a few for more threads than shared memory lets run
 _DESCRIBES = range(90, 120)  # compute capabilities of cards whose matrix units read what descriptors copy
-_GROUP = 8  # tiles of rows that pass over the same part of the weight one after the other, while it is in the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +91,12 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     SEGMENT: tl.constexpr,
     SEGMENTS: tl.constexpr,
-    GROUP: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_DESCRIBED: tl.constexpr,
 ):
     """`x` and `weight` are addresses, or with IS_DESCRIBED descriptors of tiles: past the end these read zeros."""
-    row_tile, column_tile = tl.swizzle2d(
-        tl.program_id(0) // tl.cdiv(OUTPUTS, BLOCK_N),
-        tl.program_id(0) % tl.cdiv(OUTPUTS, BLOCK_N),
-        tl.cdiv(count, BLOCK_M),
-        tl.cdiv(OUTPUTS, BLOCK_N),
-        GROUP,
-    )
+    row_tile, column_tile = tile_of_program(tl.cdiv(count, BLOCK_M), tl.cdiv(OUTPUTS, BLOCK_N))
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     if not IS_DESCRIBED:
@@ -207,7 +199,6 @@ def matmul(
         BLOCK_K=cut.block_k,
         SEGMENT=cut.segment,
         SEGMENTS=cut.num_segments,
-        GROUP=_GROUP,
         IS_SPLIT=is_split,
         HAS_BIAS=bias is not None,
         IS_DESCRIBED=is_described,
@@ -292,7 +283,7 @@ def _variant(dtype: str, num_outputs: int, size: int, cut: Tiling, is_split: boo
         pointers | tiles | dict.fromkeys(["count", "out_stride", "x_stride"], "i32"),
         ({} if has_bias else {"bias": None})
         | {"OUTPUTS": num_outputs, "SIZE": size, "SEGMENT": cut.segment, "SEGMENTS": cut.num_segments}
-        | {"BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k, "GROUP": _GROUP}
+        | {"BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k}
         | {"IS_SPLIT": is_split, "HAS_BIAS": has_bias, "IS_DESCRIBED": is_described},
         num_warps=cut.num_warps,
         num_stages=cut.stages(is_described),

@@ -1,9 +1,20 @@
-"""The inner loop of kernels that multiply rows by a weight, of which each element is read once a tile."""
+"""What kernels share that multiply rows by a weight: which tile a program has, and the loop over a row's elements."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+_ROW_TILES = tl.constexpr(
+    8
+)  # that pass over the same part of a weight one after the other, while it is in the L2 cache
+
+
+@triton.jit
+def tile_of_program(row_tiles, COLUMN_TILES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(tile of rows, tile of outputs) of this program, of a grid with one for each in its first dimension."""
+    program = tl.program_id(0)
+    return tl.swizzle2d(program // COLUMN_TILES, program % COLUMN_TILES, row_tiles, COLUMN_TILES, _ROW_TILES)
 
 
 @triton.jit

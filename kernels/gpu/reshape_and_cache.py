@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous
+from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.variant import Variant
 
 _LARGEST_FP8 = tl.constexpr(448.0)  # of e4m3 without infinities: beyond it a plain conversion gives NaN
@@ -87,6 +88,20 @@ def reshape_and_cache(
 
     Raises ValueError where a shape, stride, type or device does not fit.
     """
+    tensors = key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale
+    _bound(tensors)(*tensors)
+
+
+@once_a_layout
+def _bound(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key_scale: torch.Tensor | None,
+    value_scale: torch.Tensor | None,
+) -> Launch:
     num_tokens, num_heads, head_size = key.shape
     check_caches(key, value, key_cache, value_cache)
     check_contiguous("reshape_and_cache", "slot_mapping", slot_mapping, (num_tokens,), key)
@@ -96,20 +111,11 @@ def reshape_and_cache(
             check_contiguous("reshape_and_cache", name, scale, (num_heads,), key)
             if not is_fp8 or scale.dtype != torch.float32:
                 raise ValueError(f"reshape_and_cache: {name} of {scale.dtype} for a cache of {key_cache.dtype}")
-    if not num_tokens:
-        return
     line = triton.next_power_of_2(num_heads * head_size)
-    _reshape_and_cache_kernel[(num_tokens, 2)](
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        key_scale,
-        value_scale,
-        key.stride(0),
-        value.stride(0),
-        key_cache.stride(0),
+    return Launch(
+        _reshape_and_cache_kernel,
+        (num_tokens, 2),
+        (key.stride(0), value.stride(0), key_cache.stride(0)),
         HEADS=num_heads,
         HEAD_SIZE=head_size,
         BLOCK_SIZE=key_cache.shape[2],

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous, check_rows
+from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.tiles import cdiv, whole_rows
 from kernels.gpu.variant import Variant
 
@@ -69,23 +70,28 @@ def rms_norm(
     weight_offset: float = 0.0,
 ) -> None:
     """See `reference.rms_norm`; rows of 32,768 elements at most. Raises ValueError for what does not fit."""
+    tensors = out, x, weight, residual
+    _bound(tensors, eps, weight_offset)(*tensors)
+
+
+@once_a_layout
+def _bound(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+) -> Launch:
     check_rows("rms_norm", x=x, out=out, residual=residual)
     count, size = x.shape
     check_contiguous("rms_norm", "weight", weight, (size,), x)
     rows, block, num_warps = whole_rows(size)
-    if not count:
-        return
-    _rms_norm_kernel[(cdiv(count, rows),)](
-        out,
-        x,
-        weight,
-        residual,
-        count,
-        eps,
-        weight_offset,
-        out.stride(0),
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
+    strides = out.stride(0), x.stride(0), 0 if residual is None else residual.stride(0)
+    return Launch(
+        _rms_norm_kernel,
+        (cdiv(count, rows),),
+        (count, eps, weight_offset, *strides),
         SIZE=size,
         ROWS=rows,
         BLOCK=block,

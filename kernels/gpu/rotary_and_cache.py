@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_alike, check_contiguous
+from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.reshape_and_cache import check_caches
 from kernels.gpu.tiles import cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
@@ -184,6 +185,28 @@ def rotary_and_cache(
     norm_weight_offset: float = 0.0,
 ) -> None:
     """See `reference.rotary_and_cache`. Raises ValueError where a shape, stride or type does not fit."""
+    scales_and_norms = key_scale, value_scale, query_norm, key_norm
+    tensors = query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping, *scales_and_norms
+    _bound(tensors, norm_eps, norm_weight_offset)(*tensors)
+
+
+@once_a_layout
+def _bound(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key_scale: torch.Tensor | None,
+    value_scale: torch.Tensor | None,
+    query_norm: torch.Tensor | None,
+    key_norm: torch.Tensor | None,
+    norm_eps: float,
+    norm_weight_offset: float,
+) -> Launch:
     name, (num_tokens, num_kv_heads, head_size), rotary_size = "rotary_and_cache", key.shape, cos_sin.shape[1]
     check_caches(key, value, key_cache, value_cache)
     if query.shape[::2] != (num_tokens, head_size) or query.stride()[1:] != (head_size, 1):
@@ -203,30 +226,12 @@ def rotary_and_cache(
         raise ValueError(f"{name}: both heads of queries and of keys are normed, or neither")
     if rotary_size % 2 or not 0 < rotary_size <= head_size:
         raise ValueError(f"{name}: {rotary_size} of a head's {head_size} elements cannot be turned in halves")
-    if not num_tokens:
-        return
     num_heads, heads = query.shape[1], _heads(num_kv_heads, head_size)
-    _rotary_and_cache_kernel[(num_tokens, cdiv(num_kv_heads, heads) + cdiv(num_heads, heads))](
-        query,
-        key,
-        value,
-        positions,
-        cos_sin,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        key_scale,
-        value_scale,
-        query_norm,
-        key_norm,
-        norm_eps,
-        norm_weight_offset,
-        num_heads,
-        num_kv_heads,
-        query.stride(0),
-        key.stride(0),
-        value.stride(0),
-        key_cache.stride(0),
+    strides = query.stride(0), key.stride(0), value.stride(0), key_cache.stride(0)
+    return Launch(
+        _rotary_and_cache_kernel,
+        (num_tokens, cdiv(num_kv_heads, heads) + cdiv(num_heads, heads)),
+        (norm_eps, norm_weight_offset, num_heads, num_kv_heads, *strides),
         **_shape(key_cache.shape[2], head_size, heads, rotary_size // 2),
         HAS_NORM_OFFSET=norm_weight_offset != 0.0,
         num_warps=_num_warps(heads, head_size),

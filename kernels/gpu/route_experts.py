@@ -1,33 +1,37 @@
-"""Tokens to their experts: the largest shares of a softmax, and rows sorted by experts, in two launches.
+"""Tokens to their experts: the largest shares of a softmax, and rows sorted by experts, in three launches.
 
     shares = top k of softmax(logits),  place of (token, choice) = rows of experts before + rows of tokens before
 
     logits [T, num_experts]        rows at any stride
     shares f32[T, k], places i32[T, k], rows i64[T * k], starts i32[own + 1]    as the oracle has them
-    choices i32[T, k], counts i32[tiles, num_experts] between the two: how many tokens of each tile chose an expert
+    choices i32[T, k], counts i32[tiles + 1, num_experts] between the launches: how many tokens of each tile chose an
+    expert, then how many of the tiles before it did, and at last of all
 
 Source: Shazeer et al. 2017 (arXiv:1701.06538). A token chooses an expert at most once, so that a tile's choices are a
 matrix of zeros and ones, [tokens, experts]: its sums over tokens count rows, and sums up to a token number them. The
-second kernel adds up the counts of the tiles before its own. No program waits for another, and nothing depends on the
-order in which they run; a token's shares depend on its logits alone.
+second kernel adds up counts over tiles, expert by expert: if each program of the third did so for itself, what is read
+would grow with the square of tokens, to 8 GB a layer for a prompt of 8,192 and 512 experts. No program waits for
+another, and nothing depends on the order in which they run; a token's shares depend on its logits alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous, check_rows
+from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.tiles import cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
 
 _ELEMENTS = 2048  # of a tile, tokens by experts: 8 a thread
 _MAX_TOKENS = 32  # of a tile
 _REGISTERS = 255  # of a thread, as many as there are: left to itself, ptxas spills a few for more threads at once
-_TILES = tl.constexpr(16)  # whose counts are added up at once
+_SUMMED_TILES, _SUMMED_EXPERTS = 64, 32  # whose counts a program adds up at once
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -74,6 +78,19 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     tl.store(of_tile, tl.sum(is_chosen.to(tl.int32), 0), tl.arange(0, PADDED_EXPERTS) < EXPERTS)
 
 
+@triton.jit(do_not_specialize=["tiles"])
+def _sum_counts_kernel(counts, tiles, EXPERTS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    expert = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    before = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, tiles, TILES):
+        tile = first + tl.arange(0, TILES)[:, None]
+        places, mask = counts + tile * EXPERTS + expert, (tile < tiles) & (expert < EXPERTS)
+        found = tl.load(places, mask, 0)
+        tl.store(places, before[None, :] + tl.cumsum(found, 0) - found, mask)
+        before += tl.sum(found, 0)
+    tl.store(counts + tiles * EXPERTS + expert, before[None, :], expert < EXPERTS)
+
+
 @triton.jit(do_not_specialize=["count", "first_expert"])
 def _place_kernel(  # type: ignore[no-untyped-def]
     places,
@@ -92,12 +109,8 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     expert = tl.arange(0, PADDED_EXPERTS)
     is_own = (expert >= first_expert) & (expert < first_expert + OWN)
-    before, total = tl.zeros((PADDED_EXPERTS,), tl.int32), tl.zeros((PADDED_EXPERTS,), tl.int32)
-    for first in range(0, tiles, _TILES):
-        other = first + tl.arange(0, _TILES)[:, None]
-        found = tl.load(counts + other * EXPERTS + expert[None, :], (other < tiles) & is_own[None, :], 0)
-        before += tl.sum(tl.where(other < tile, found, 0), 0)
-        total += tl.sum(found, 0)
+    before = tl.load(counts + tile * EXPERTS + expert, is_own, 0)
+    total = tl.load(counts + tiles * EXPERTS + expert, is_own, 0)
     ends = tl.cumsum(total, 0)
     if tile == 0:
         tl.store(starts + expert - first_expert, ends - total, is_own)
@@ -125,6 +138,34 @@ def route_experts(
     is_normalized: bool,
 ) -> None:
     """See `reference.route_experts`; waits for nothing. Raises ValueError where a shape or type does not fit."""
+    if not logits.shape[0]:
+        starts.zero_()
+        return
+    bound = _bound((shares, places, rows, starts, logits), first_expert, is_normalized)
+    choices, counts = torch.empty_like(places), starts.new_empty(bound.num_counts)
+    bound.choose(shares, choices, counts, logits)
+    bound.sum_counts(counts)
+    bound.place(places, rows, starts, choices, counts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launches:
+    num_counts: int
+    choose: Launch
+    sum_counts: Launch
+    place: Launch
+
+
+@once_a_layout
+def _bound(
+    shares: torch.Tensor,
+    places: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    logits: torch.Tensor,
+    first_expert: int,
+    is_normalized: bool,
+) -> _Launches:
     name, (count, num_experts), num_chosen, own = "route_experts", logits.shape, shares.shape[1], starts.numel() - 1
     check_rows(name, logits=logits)
     if not 0 < num_chosen <= num_experts or not 0 < own <= num_experts - first_expert or first_expert < 0:
@@ -138,39 +179,23 @@ def route_experts(
         check_contiguous(name, which, x, shape, logits)
         if x.dtype != dtype:
             raise ValueError(f"{name}: {which} is {x.dtype}, not {dtype}")
-    if not count:
-        starts.zero_()
-        return
     tokens, padded_experts, num_warps = _tile(num_experts)
     tiles = cdiv(count, tokens)
-    choices, counts = torch.empty_like(places), starts.new_empty(tiles, num_experts)
     sizes = {"EXPERTS": num_experts, "PADDED_EXPERTS": padded_experts, "CHOSEN": num_chosen, "TOKENS": tokens}
-    _choose_kernel[(tiles,)](
-        shares,
-        choices,
-        counts,
-        logits,
-        count,
-        logits.stride(0),
+    of_compiler = {"num_warps": num_warps, "maxnreg": _REGISTERS}
+    choose = Launch(
+        _choose_kernel,
+        (tiles,),
+        (count, logits.stride(0)),
         PADDED_CHOSEN=next_power_of_2(num_chosen),
         IS_NORMALIZED=is_normalized,
-        num_warps=num_warps,
-        maxnreg=_REGISTERS,
+        **of_compiler,
         **sizes,
     )
-    _place_kernel[(tiles,)](
-        places,
-        rows,
-        starts,
-        choices,
-        counts,
-        count,
-        first_expert,
-        OWN=own,
-        num_warps=num_warps,
-        maxnreg=_REGISTERS,
-        **sizes,
-    )
+    summed = {"EXPERTS": num_experts, "TILES": _SUMMED_TILES, "BLOCK": _SUMMED_EXPERTS}
+    sum_counts = Launch(_sum_counts_kernel, (cdiv(num_experts, _SUMMED_EXPERTS),), (tiles,), **summed)
+    place = Launch(_place_kernel, (tiles,), (count, first_expert), OWN=own, **of_compiler, **sizes)
+    return _Launches((tiles + 1) * num_experts, choose, sum_counts, place)
 
 
 def _tile(num_experts: int) -> tuple[int, int, int]:
@@ -200,6 +225,14 @@ def variants() -> Iterator[Variant]:
             num_warps=num_warps,
             max_registers=_REGISTERS,
             divisible_by_16=("shares", "choices", "counts", "logits", *["stride"] * (num_experts % 16 == 0)),
+            may_spill=False,
+        )
+        yield Variant(
+            f"route_experts sums {num_chosen} of {num_experts}, {own} here",
+            _sum_counts_kernel,
+            {"counts": "*i32", "tiles": "i32"},
+            {"EXPERTS": num_experts, "TILES": _SUMMED_TILES, "BLOCK": _SUMMED_EXPERTS},
+            divisible_by_16=("counts",),
             may_spill=False,
         )
         yield Variant(

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_rows
+from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.tiles import cdiv, part_of_row
 from kernels.gpu.variant import Variant
 
@@ -32,16 +33,18 @@ def _silu_and_mul_kernel(out, x, out_stride, x_stride, SIZE: tl.constexpr, BLOCK
 
 def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
     """See `kernels.oracles.reference.silu_and_mul`. Raises ValueError for tensors that do not fit."""
+    _bound((out, x))(out, x)
+
+
+@once_a_layout
+def _bound(out: torch.Tensor, x: torch.Tensor) -> Launch:
     count, size = out.shape
     if x.shape != (count, 2 * size):
         raise ValueError(f"silu_and_mul: x must be {(count, 2 * size)} for out {(count, size)}, not {tuple(x.shape)}")
     check_rows("silu_and_mul", out=out, x=x[:, :size])
-    if not count:
-        return
     block, num_warps = part_of_row(size)
-    _silu_and_mul_kernel[(count, cdiv(size, block))](
-        out, x, out.stride(0), x.stride(0), SIZE=size, BLOCK=block, num_warps=num_warps
-    )
+    grid, strides = (count, cdiv(size, block)), (out.stride(0), x.stride(0))
+    return Launch(_silu_and_mul_kernel, grid, strides, SIZE=size, BLOCK=block, num_warps=num_warps)
 
 
 def variants() -> Iterator[Variant]:

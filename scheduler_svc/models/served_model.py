@@ -73,5 +73,6 @@ def fingerprint_of(info: worker_pb2.WorkerInfo, tokenizer_sha256: str) -> str:
 
     The text is that of the tokenizer in use, which may be another than the worker's (`--tokenizer`).
     """
-    parts = (info.model_hash, info.dtype, info.kv_cache_dtype, info.quantization, tokenizer_sha256)
+    parts = [info.model_hash, info.dtype, info.kv_cache_dtype, info.quantization, tokenizer_sha256]
+    parts += [info.instructions] if info.instructions else []
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

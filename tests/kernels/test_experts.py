@@ -32,7 +32,14 @@ class Route:
 @DTYPES
 @pytest.mark.parametrize(
     ("count", "num_experts", "num_chosen", "own", "first_expert"),
-    [(1, 5, 1, 5, 0), (130, 8, 2, 8, 0), (70, 8, 2, 3, 4), (150, 60, 4, 60, 0), (37, 128, 8, 32, 32), (3, 6, 6, 2, 4)],
+    [
+        *[(1, 5, 1, 5, 0), (130, 8, 2, 8, 0), (70, 8, 2, 3, 4), (150, 60, 4, 60, 0), (37, 128, 8, 32, 32)],
+        *[
+            (3, 6, 6, 2, 4),
+            (9, 512, 10, 512, 0),
+            (140, 600, 3, 150, 450),
+        ],  # tiles are summed twice
+    ],
 )
 def test_tokens_are_sorted_by_the_experts_of_their_largest_shares(
     dtype: torch.dtype, count: int, num_experts: int, num_chosen: int, own: int, first_expert: int

@@ -13,6 +13,7 @@ from kernels.gpu.quantized.packed_linear import PackedLinear
 from kernels.gpu.quantized.rounded_linear import RoundedLinear
 from kernels.gpu.quantized.rounded_product import CHUNK
 from kernels.gpu.quantized.rounded_rows import rounded_rows
+from kernels.gpu.quantized.segments import Cut
 from kernels.quantized_weight import Inputs, Numbers, QuantizedWeight
 from tests.kernels.device import DEVICE
 from tests.kernels.quantized_formats import Format, exact_weight
@@ -114,7 +115,7 @@ def test_a_row_is_the_same_in_any_company(kind: str, monkeypatch: pytest.MonkeyP
         weight = replace(weight, codes=(weight.codes & 0xC7) | 0x20)  # 1/8 to 15 / 64, of either sign
     product = quantized_product(weight, None)
     assert product is not None
-    assert segments.is_split(70, 33, -(-size // CHUNK)) and not segments.is_split(130, 33, -(-size // CHUNK))
+    assert Cut.of(70, 33, -(-size // CHUNK)).is_split and not Cut.of(130, 33, -(-size // CHUNK)).is_split
     x = normal(130, size).clamp(-2, 2).round().div(2).to(dtype)
     x[:, ::CHUNK] = 1
     whole = torch.empty(130, 33, dtype=dtype, device=DEVICE)

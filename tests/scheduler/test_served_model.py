@@ -33,6 +33,7 @@ def test_a_worker_that_computes_the_same_serves_the_same_whatever_its_bounds_and
         {"dtype": "bfloat16"},
         {"kv_cache_dtype": "bfloat16"},
         {"quantization": "int8"},
+        {"instructions": "amx"},
     ],
 )
 def test_what_would_give_other_tokens_is_another_model(changes: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from tests.worker.fake_model import fake_config
 from worker_svc.config import WorkerConfig
 from worker_svc.host import compute_threads
 from worker_svc.host.busy_cores import CoreTimes, read_core_times, used_by_others
-from worker_svc.host.compute_threads import log_arithmetic, set_threads
+from worker_svc.host.compute_threads import bfloat16_instructions, log_arithmetic, set_threads
 from worker_svc.steps.giving_way import STALE_S, WINDOW_S, GivingWay, may_give_way
 
 CPU = torch.device("cpu")
@@ -67,6 +67,24 @@ def test_a_line_of_the_log_names_the_instructions(level: str, severity: str, mon
     assert [(line["log_level"], line["dtype"], line["instructions"]) for line in lines] == [
         (severity, "bfloat16", level)
     ]
+
+
+@pytest.mark.parametrize(
+    ("level", "has_pairs", "dtype", "told"),
+    [
+        ("amx", True, torch.bfloat16, "amx"),
+        ("avx512-bf16", True, torch.bfloat16, "avx512-bf16"),
+        ("avx2", False, torch.bfloat16, ""),  # one order of sums where there are no such instructions
+        ("amx", True, torch.float32, ""),
+    ],
+)
+def test_workers_in_bfloat16_are_told_apart_by_instructions(
+    level: str, has_pairs: bool, dtype: torch.dtype, told: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(library(), "level", level)
+    monkeypatch.setattr(library(), "has_pairs", has_pairs)
+    assert bfloat16_instructions(CPU, dtype) == told
+    assert bfloat16_instructions(torch.device("cuda"), dtype) == ""
 
 
 class Readings:

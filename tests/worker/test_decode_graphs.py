@@ -17,6 +17,7 @@ from worker_svc.mirror.sequence_states import SequenceStates
 from worker_svc.models.attention import AttentionMetadata
 from worker_svc.sampling.last_tokens import LastTokens
 from worker_svc.steps.decode_graphs import DecodeGraphs, batch_sizes, capture_order
+from worker_svc.steps.graph_buffers import GraphBuffers
 from worker_svc.steps.input_batch import build_input_arrays
 from worker_svc.steps.model_runner import ModelRunner
 from worker_svc.steps.step_timer import StepTimer
@@ -120,10 +121,8 @@ def graphs(backend: ReplayedGraphs, model: FakeModel) -> DecodeGraphs:
         ),
         backend,
         LastTokens("cpu"),
-        vocab_size=31,
-        max_num_seqs=MAX_SEQS,
+        GraphBuffers.new(torch.device("cpu"), MAX_SEQS, MAX_LEN // BLOCK_SIZE, 31),
         max_model_len=MAX_LEN,
-        block_size=BLOCK_SIZE,
     )
 
 

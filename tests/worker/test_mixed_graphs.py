@@ -25,7 +25,7 @@ from worker_svc.models.loader import Model, load_model
 from worker_svc.models.rope import Rope
 from worker_svc.models.style import DecoderStyle
 from worker_svc.sampling.last_tokens import LastTokens
-from worker_svc.steps.decode_graphs import DecodeGraphs
+from worker_svc.steps.graph_buffers import GraphBuffers
 from worker_svc.steps.input_batch import InputArrays, build_input_arrays
 from worker_svc.steps.mixed_graphs import MixedGraphs, token_counts
 from worker_svc.steps.model_runner import ModelRunner
@@ -119,18 +119,8 @@ def mixed(backend: ReplayedGraphs, model: FakeModel) -> MixedGraphs:
         return model.forward(token_ids, positions, [], attention, rows, out=out)
 
     last_tokens = LastTokens("cpu")
-    of_decodes = DecodeGraphs(
-        forward,
-        backend,
-        last_tokens,
-        vocab_size=31,
-        max_num_seqs=MAX_SEQS,
-        max_model_len=MAX_LEN,
-        block_size=BLOCK_SIZE,
-    )
-    return MixedGraphs(
-        forward, backend, last_tokens, of_decodes, max_num_batched_tokens=MAX_TOKENS, max_model_len=MAX_LEN
-    )
+    buffers = GraphBuffers.new(torch.device("cpu"), MAX_SEQS, MAX_LEN // BLOCK_SIZE, 31)
+    return MixedGraphs(forward, backend, last_tokens, buffers, max_num_batched_tokens=MAX_TOKENS, max_model_len=MAX_LEN)
 
 
 def arrays_of(num_tokens: int) -> InputArrays:

@@ -17,7 +17,14 @@ from kernels import select
 from octavo.shared.cores import allowed_cores
 from protos import worker_pb2
 from tests.worker.fake_model import FakeModel, decode, fake_config, next_token, prefill, tokens_of
+from tests.worker.replayed_graphs import ReplayedGraphs
+from worker_svc.cache.cache_sizing import size_cache
 from worker_svc.config import WorkerConfig
+from worker_svc.host.graph_backend import GraphBackend
+from worker_svc.host.memory import GIB
+from worker_svc.steps.decode_graphs import batch_sizes
+from worker_svc.steps.graph_buffers import GraphBuffers
+from worker_svc.steps.mixed_graphs import token_counts
 from worker_svc.steps.model_runner import ModelRunner
 from worker_svc.steps.worker import Worker
 
@@ -146,13 +153,37 @@ def test_attentions_scratch_is_there_before_graphs_and_for_the_limits_that_were_
     runner = ModelRunner(FakeModel(), fake_config(), CONFIG.block_size)
     worker = Worker(runner, CONFIG)
     worker.initialize(worker.bounds).result()
-    assert runner._scratch is not None and runner.graph_sizes == worker.graph_sizes == []
+    assert runner._scratch is not None and runner.graph_sizes == worker.graph_sizes == ([], [])
     heads = (fake_config().num_heads, fake_config().head_size)
     assert runner._scratch.sums.shape == (8192, *heads)
     num_bytes = sum(getattr(runner._scratch, name).nbytes for name in runner._scratch.__slots__)
     assert num_bytes == runner.scratch_bytes(worker.bounds.max_num_seqs, worker.bounds.max_model_len)
     runner.release_cache()
     assert runner._scratch is None
+
+
+def test_logits_of_graphs_are_planned_beside_the_memory_that_graphs_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are there before the backend begins to count, and the cache leaves room for them."""
+    order, planned = list[str](), list[int]()
+    new = GraphBuffers.new
+    monkeypatch.setattr(GraphBuffers, "new", lambda *args, **options: order.append("buffers") or new(*args, **options))
+    monkeypatch.setattr(
+        "worker_svc.steps.worker.size_cache", lambda *args: planned.append(args[4]) or size_cache(*args)
+    )
+
+    def backend(device: torch.device) -> GraphBackend:
+        order.append("backend")
+        return ReplayedGraphs(device)
+
+    for graphs in (None, backend):
+        worker = Worker(ModelRunner(FakeModel(), fake_config(), CONFIG.block_size, graph_backend=graphs), CONFIG)
+        limits = worker.bounds
+        worker.initialize(limits).result(DEADLINE_S)
+    assert order == ["buffers", "backend"]
+    assert worker.graph_sizes == (batch_sizes(limits.max_num_seqs), token_counts(limits.max_num_batched_tokens))
+    buffers = worker._runner._buffers
+    num_bytes = buffers.block_tables.nbytes + buffers.logits.nbytes
+    assert planned[1] - planned[0] == num_bytes + int(CONFIG.cuda_graph_memory * GIB)
 
 
 @pytest.mark.usefixtures("core_times_are_counted")

@@ -34,3 +34,13 @@ def log_arithmetic(device: torch.device, dtype: torch.dtype) -> None:
         log.warning("computing without AVX2, many times slower than with it", **fields)
     else:
         log.info("computing", **fields)
+
+
+def bfloat16_instructions(device: torch.device, dtype: torch.dtype) -> str:
+    """What a CPU's products of bfloat16 are made of, where they round otherwise than those of other processors; empty:
+    they are alike on all that lack such instructions, as float32 and rounded rows are on all that there are."""
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return ""
+    from kernels.cpu.library import library
+
+    return library().level if library().has_pairs else ""

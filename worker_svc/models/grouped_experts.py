@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from types import ModuleType
 from typing import Protocol
@@ -114,7 +115,7 @@ def take_grouped_experts(
     inner, outer = (_few_bits(weights, prefixes, product, kernels) for product in (into, out_of))
     multiply = kernels.grouped_matmul
     if inner is not None and outer is not None:
-        multiply = kernels.grouped_quantized_matmul
+        multiply = partial(kernels.grouped_quantized_matmul, of_experts=style.experts.num_experts)
     else:
         inner, outer = (_plain(weights, prefixes, product) for product in (into, out_of))
     biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)

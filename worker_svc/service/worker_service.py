@@ -19,6 +19,7 @@ from worker_svc.adapters.errors import AdapterError
 from worker_svc.cache.cache_sizing import Limits
 from worker_svc.config import AUTO
 from worker_svc.errors import StartupError
+from worker_svc.host.compute_threads import bfloat16_instructions
 from worker_svc.models import ModelConfig
 from worker_svc.service.call_limit import CallLimit, refuse
 from worker_svc.service.lease import Lease, LeaseDesk, LeaseHeld
@@ -92,6 +93,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             kv_cache_dtype=self._cache_dtype(),
             quantization=config.quantization or (config.weights_format.name if config.weights_format else ""),
             traces_steps=self._tracer is not None,
+            instructions=bfloat16_instructions(self._worker.device, config.dtype),
         )
 
     def _adapters(self) -> list[worker_pb2.AdapterState]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,11 +25,9 @@ from worker_svc.host.graph_backend import Graph, GraphBackend
 from worker_svc.host.uploads import pack, unpack, upload
 from worker_svc.models.attention import AttentionMetadata
 from worker_svc.sampling.last_tokens import LastTokens
+from worker_svc.steps.graph_buffers import GraphBuffers
 from worker_svc.steps.graph_captures import capture_within
 from worker_svc.steps.input_batch import InputArrays
-
-if TYPE_CHECKING:
-    from kernels.gpu.attention.scratch import Scratch
 
 Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor, torch.Tensor], object]
 """(token_ids, positions, attention, logits_rows, out), which writes logits to `out`: `Model.forward` over one cache."""
@@ -66,37 +63,24 @@ class _CapturedStep:
 
 
 class DecodeGraphs:
-    """Graphs of one model over one cache.
-
-    Attributes:
-        block_tables: i32[max_num_seqs, blocks of the longest sequence], what every graph reads.
-        logits: f32[max_num_seqs, vocab], what every graph writes; read before the next one is replayed.
-        scratch: of attention; None: it needs none.
-    """
+    """Graphs of one model over one cache."""
 
     def __init__(
         self,
         forward: Forward,
         backend: GraphBackend,
         last_tokens: LastTokens,
+        buffers: GraphBuffers,
         *,
-        vocab_size: int,
-        max_num_seqs: int,
         max_model_len: int,
-        block_size: int,
-        scratch: Scratch | None = None,
     ) -> None:
-        """`capture` has to follow. `scratch` is handed on to attention."""
-        self._forward, self._backend, self._last_tokens = forward, backend, last_tokens
-        self.scratch = scratch
-        self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
+        """`capture` has to follow."""
+        self._forward, self._backend, self._last_tokens, self._buffers = forward, backend, last_tokens, buffers
+        self._max_num_seqs, self._max_model_len = buffers.max_num_seqs, max_model_len
         device = self._device = last_tokens.device
-        num_columns = -(-max_model_len // block_size)
-        self.block_tables = torch.zeros(max_num_seqs, num_columns, dtype=torch.int32, device=device)
-        self._query_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
-        self._logits_rows = torch.arange(max_num_seqs, device=device)
-        self.logits = torch.zeros(max_num_seqs, vocab_size, device=device)
-        packed, _ = pack(_padded(None, max_num_seqs), pin_memory=False)
+        self._query_starts = torch.arange(self._max_num_seqs + 1, dtype=torch.int32, device=device)
+        self._logits_rows = torch.arange(self._max_num_seqs, device=device)
+        packed, _ = pack(_padded(None, self._max_num_seqs), pin_memory=False)
         self._inputs = torch.zeros_like(packed, device=device)
         self._steps: list[_CapturedStep] = []  # rising
 
@@ -132,9 +116,9 @@ class DecodeGraphs:
         packed, _ = pack(_padded(arrays, step.num_rows), pin_memory=is_cuda)
         step.inputs.copy_(packed, non_blocking=True)
         (tables,) = upload(self._device, arrays.block_tables)
-        self.block_tables[:num_rows, :num_columns].copy_(tables)
+        self._buffers.block_tables[:num_rows, :num_columns].copy_(tables)
         step.graph.replay()
-        return self.logits[:num_rows]
+        return self._buffers.logits[:num_rows]
 
     def _capture(self, num_rows: int) -> _CapturedStep:
         template = _padded(None, num_rows)
@@ -146,15 +130,15 @@ class DecodeGraphs:
             slot_mapping=slot_mapping,
             query_starts=self._query_starts[: num_rows + 1],
             seq_lens=seq_lens,
-            block_tables=self.block_tables[:num_rows],
+            block_tables=self._buffers.block_tables[:num_rows],
             max_query_len=1,
             max_seq_len=self._max_model_len,
-            scratch=self.scratch,
+            scratch=self._buffers.scratch,
         )
 
         def work() -> None:
             known = self._last_tokens.fill_in(token_ids)
-            self._forward(known, positions, attention, self._logits_rows[:num_rows], self.logits[:num_rows])
+            self._forward(known, positions, attention, self._logits_rows[:num_rows], self._buffers.logits[:num_rows])
 
         return _CapturedStep(num_rows, inputs, self._backend.capture(work))
 

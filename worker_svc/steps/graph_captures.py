@@ -1,9 +1,9 @@
-"""Captures graphs of several sizes within a part of a device's memory."""
+"""Captures graphs of several sizes within a part of a device's memory, and says of which."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import structlog
 
@@ -13,6 +13,13 @@ from worker_svc.steps.failures import is_out_of_memory
 log = structlog.get_logger()
 
 Step = TypeVar("Step")
+
+
+class GraphSizes(NamedTuple):
+    """Of the steps that have a graph, ascending."""
+
+    batch_sizes: list[int]  # rows of decode steps
+    token_counts: list[int]  # tokens of all others
 
 
 def capture_within(

@@ -6,7 +6,7 @@ the next number of tokens, and to as many sequences as there can be:
     device     token_ids positions slots       [tokens]       pads have slot -1, and belong to no sequence
                seq_lens logits_rows            [sequences]    pads have length 0; their logits are nobody's
                query_starts                    [sequences + 1]  pads have no token: all begin where the last one ends
-               block_tables, logits            those of the decode graphs
+               block_tables, logits            `GraphBuffers`, as those of the decode graphs
 
 Attention's grids do not depend on lengths, so that a pass is captured whole. Products and norms compute pads like other
 rows, attention and the cache pass over them. Where a row's bits do not depend on its company, as with
@@ -25,7 +25,8 @@ from worker_svc.host.graph_backend import Graph, GraphBackend
 from worker_svc.host.uploads import pack, unpack, upload
 from worker_svc.models.attention import AttentionMetadata
 from worker_svc.sampling.last_tokens import LastTokens
-from worker_svc.steps.decode_graphs import DecodeGraphs, Forward
+from worker_svc.steps.decode_graphs import Forward
+from worker_svc.steps.graph_buffers import GraphBuffers
 from worker_svc.steps.graph_captures import capture_within
 from worker_svc.steps.input_batch import InputArrays
 
@@ -57,23 +58,22 @@ class _CapturedStep:
 
 
 class MixedGraphs:
-    """Graphs of one model over one cache, beside its decode graphs, whose block tables, logits and scratch they use."""
+    """Graphs of one model over one cache, beside its decode graphs, with which they share `buffers`."""
 
     def __init__(
         self,
         forward: Forward,
         backend: GraphBackend,
         last_tokens: LastTokens,
-        decode: DecodeGraphs,
+        buffers: GraphBuffers,
         *,
         max_num_batched_tokens: int,
         max_model_len: int,
     ) -> None:
-        """`capture` has to follow, after that of `decode`."""
+        """`capture` has to follow, after that of decode graphs."""
         self._forward, self._backend, self._last_tokens = forward, backend, last_tokens
         self._counts, self._max_model_len = token_counts(max_num_batched_tokens), max_model_len
-        self._device, self._tables, self._logits = last_tokens.device, decode.block_tables, decode.logits
-        self._scratch = decode.scratch
+        self._device, self._buffers = last_tokens.device, buffers
         packed, _ = pack(self._padded(None, self._counts[-1]), pin_memory=False)
         self._inputs = torch.zeros_like(packed, device=self._device)
         self._steps: list[_CapturedStep] = []  # rising
@@ -108,9 +108,9 @@ class MixedGraphs:
         packed, _ = pack(self._padded(arrays, step.num_tokens), pin_memory=self._device.type == "cuda")
         step.inputs.copy_(packed, non_blocking=True)
         (tables,) = upload(self._device, arrays.block_tables)
-        self._tables[:num_rows, :num_columns].copy_(tables)
+        self._buffers.block_tables[:num_rows, :num_columns].copy_(tables)
         step.graph.replay()
-        return self._logits[: arrays.logits_rows.size]
+        return self._buffers.logits[: arrays.logits_rows.size]
 
     def _step_of(self, arrays: InputArrays) -> _CapturedStep | None:
         num_tokens = arrays.token_ids.size
@@ -129,22 +129,22 @@ class MixedGraphs:
             slot_mapping=slot_mapping,
             query_starts=query_starts,
             seq_lens=seq_lens,
-            block_tables=self._tables[:num_seqs],
+            block_tables=self._buffers.block_tables[:num_seqs],
             max_query_len=num_tokens,
             max_seq_len=self._max_model_len,
-            scratch=self._scratch,
+            scratch=self._buffers.scratch,
         )
 
         def work() -> None:
             known = self._last_tokens.fill_in(token_ids)
-            self._forward(known, positions, attention, logits_rows, self._logits[:num_seqs])
+            self._forward(known, positions, attention, logits_rows, self._buffers.logits[:num_seqs])
 
         return _CapturedStep(num_tokens, inputs, self._backend.capture(work))
 
     def _padded(self, arrays: InputArrays | None, num_tokens: int) -> tuple[np.ndarray, ...]:
         """token_ids, positions, slot_mapping i64[num_tokens], seq_lens i32[S], query_starts i32[S + 1], logits_rows
         i64[S]; None: pads alone."""
-        num_seqs = min(num_tokens, self._tables.shape[0])
+        num_seqs = min(num_tokens, self._buffers.max_num_seqs)
         token_ids, positions = np.zeros(num_tokens, np.int64), np.zeros(num_tokens, np.int64)
         slot_mapping, seq_lens = np.full(num_tokens, -1), np.zeros(num_seqs, np.int32)
         query_starts, logits_rows = np.zeros(num_seqs + 1, np.int32), np.zeros(num_seqs, np.int64)

@@ -30,6 +30,8 @@ from worker_svc.sampling.prompt_logprobs import PromptLogprobs
 from worker_svc.sampling.row_samples import RowSamples, check_candidates, draw_rows, largest_of_rows
 from worker_svc.steps.awaited_step import AwaitedStep
 from worker_svc.steps.decode_graphs import DecodeGraphs, Forward
+from worker_svc.steps.graph_buffers import GraphBuffers
+from worker_svc.steps.graph_captures import GraphSizes
 from worker_svc.steps.input_batch import InputArrays, build_input_arrays
 from worker_svc.steps.launched_step import Launched, LaunchedStep
 from worker_svc.steps.mixed_graphs import MixedGraphs
@@ -74,6 +76,7 @@ class ModelRunner:
         self._cache: CacheEngine | None = None
         self._graph_backend = graph_backend
         self._backend: GraphBackend | None = None  # of the graphs over the cache
+        self._buffers: GraphBuffers | None = None  # likewise
         self._graphs: DecodeGraphs | None = None  # over the cache
         self._mixed_graphs: MixedGraphs | None = None  # likewise, of all other steps
         self._scratch: Scratch | None = None  # of attention, where its kernels need one
@@ -127,7 +130,7 @@ class ModelRunner:
         self._release_graphs()
 
     def _release_graphs(self) -> None:
-        self._graphs = self._mixed_graphs = self._backend = None
+        self._graphs = self._mixed_graphs = self._buffers = self._backend = None
 
     @property
     def uses_graphs(self) -> bool:
@@ -135,9 +138,15 @@ class ModelRunner:
         return self._graph_backend is not None
 
     @property
-    def graph_sizes(self) -> list[int]:
-        """Batch sizes of the decode steps that have been captured, ascending."""
-        return [] if self._graphs is None else self._graphs.sizes
+    def graph_sizes(self) -> GraphSizes:
+        """Of the steps that have been captured."""
+        return GraphSizes(*([] if graphs is None else graphs.sizes for graphs in (self._graphs, self._mixed_graphs)))
+
+    def graph_buffer_bytes(self, max_num_seqs: int, max_model_len: int) -> int:
+        """What `capture_graphs` takes besides the graphs."""
+        if not self.uses_graphs:
+            return 0
+        return GraphBuffers.num_bytes(max_num_seqs, -(-max_model_len // self.block_size), self.config.vocab_size)
 
     def capture_graphs(
         self, max_num_seqs: int, max_model_len: int, most_bytes: int, *, is_alone: bool = True
@@ -146,33 +155,29 @@ class ModelRunner:
         `is_alone`: see `capture_within`."""
         if self._graph_backend is None:
             return []
-        self._backend = self._graph_backend(self.device)
+        num_blocks = -(-max_model_len // self.block_size)
+        self._buffers = GraphBuffers.new(
+            self.device, max_num_seqs, num_blocks, self.config.vocab_size, scratch=self._scratch
+        )
+        self._backend = self._graph_backend(self.device)  # counts what is taken from now on
         self._graphs = DecodeGraphs(
-            self._pass_over_cache(),
-            self._backend,
-            self._last_tokens,
-            vocab_size=self.config.vocab_size,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            block_size=self.block_size,
-            scratch=self._scratch,
+            self._pass_over_cache(), self._backend, self._last_tokens, self._buffers, max_model_len=max_model_len
         )
         self._graphs.capture(most_bytes, is_alone=is_alone)
-        return self.graph_sizes
+        return self._graphs.sizes
 
     def capture_mixed_graphs(
         self, max_num_batched_tokens: int, max_model_len: int, most_bytes: int, *, is_alone: bool = True
     ) -> list[int]:
         """After `capture_graphs`, captures other steps with what it has left of `most_bytes`; returns the captured
         numbers of tokens, ascending."""
-        if self._graphs is None:
+        if self._backend is None or self._buffers is None:
             return []
-        assert self._backend is not None, "what has captured decode steps"
         self._mixed_graphs = MixedGraphs(
             self._pass_over_cache(),
             self._backend,
             self._last_tokens,
-            self._graphs,
+            self._buffers,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
         )

@@ -39,6 +39,7 @@ from worker_svc.mirror.sequence_states import SequenceStates
 from worker_svc.parallel.group import ParallelGroup
 from worker_svc.steps.failures import is_device_lost
 from worker_svc.steps.giving_way import GivingWay, may_give_way
+from worker_svc.steps.graph_captures import GraphSizes
 from worker_svc.steps.launched_step import Launched
 from worker_svc.steps.model_runner import ModelRunner
 from worker_svc.steps.model_thread import ModelThread
@@ -103,8 +104,8 @@ class Worker:
         return self._runner.device
 
     @property
-    def graph_sizes(self) -> list[int]:
-        """Rows of the decode steps that are replayed, ascending."""
+    def graph_sizes(self) -> GraphSizes:
+        """Of the steps that are replayed."""
         return self._runner.graph_sizes
 
     @property
@@ -150,6 +151,7 @@ class Worker:
             self._touching = None
         runner.release_cache()
         graph_bytes = int(self.config.cuda_graph_memory * GIB) if runner.uses_graphs else 0
+        buffer_bytes = runner.graph_buffer_bytes(limits.max_num_seqs, limits.max_model_len)
         adapters = runner.adapters
         adapter_bytes = 0 if adapters is None else adapters.most_bytes(limits.max_num_batched_tokens)
         staging_bytes = 0 if self._memory.is_host else CacheEngine.staging_bytes(runner.block_bytes)
@@ -160,7 +162,8 @@ class Worker:
                 limits,
                 runner.block_bytes,
                 self._memory.available_bytes(),
-                self._profiler.step_bytes(self._profile, limits) + graph_bytes + staging_bytes + adapter_bytes,
+                self._profiler.step_bytes(self._profile, limits)
+                + (graph_bytes + buffer_bytes + staging_bytes + adapter_bytes),
                 None if self._memory.is_host else available_bytes(),
                 1 if self._group is None else self._group.member.local_size,
             )
@@ -178,11 +181,11 @@ class Worker:
         if runner.uses_graphs:
             row.draw("warming up: graphs of steps")
             started_s, limits_of_step = time.monotonic(), sizes.limits
-            captured, mixed = self._capture(limits_of_step, graph_bytes)
+            self._capture(limits_of_step, graph_bytes)
             if self._group is not None:
-                captured, mixed = self._captured_by_all(captured, mixed)
+                self._keep_what_all_captured()
             seconds = round(time.monotonic() - started_s, 2)
-            log.info("graphs captured", batch_sizes=captured, token_counts=mixed, seconds=seconds)
+            log.info("graphs captured", **self.graph_sizes._asdict(), seconds=seconds)
         row.draw("warming up: copies of cache blocks")
         self._sizes = worker_pb2.InitializeResponse(
             num_device_blocks=sizes.num_device_blocks,
@@ -222,30 +225,28 @@ class Worker:
             replace(own.limits, max_model_len=min(sizes.max_model_len for sizes in everyones)),
         )
 
-    def _capture(self, limits: Limits, most_bytes: int) -> tuple[list[int], list[int]]:
-        """Batch sizes of decode steps and numbers of tokens of others that were captured. The process ends where a rank
-        of a group fails in that: the others wait for it."""
+    def _capture(self, limits: Limits, most_bytes: int) -> None:
+        """Decode steps, then others. The process ends where a rank of a group fails in that: the others wait for it."""
         is_alone, runner = self._group is None, self._runner
         of_all = limits.max_model_len, most_bytes
         try:
-            return (
-                runner.capture_graphs(limits.max_num_seqs, *of_all, is_alone=is_alone),
-                runner.capture_mixed_graphs(limits.max_num_batched_tokens, *of_all, is_alone=is_alone),
-            )
+            runner.capture_graphs(limits.max_num_seqs, *of_all, is_alone=is_alone)
+            runner.capture_mixed_graphs(limits.max_num_batched_tokens, *of_all, is_alone=is_alone)
         except Exception:
             if not is_alone:
                 log.exception("graphs of steps cannot be captured")
                 self._end_process()
             raise
 
-    def _captured_by_all(self, batch_sizes: list[int], token_counts: list[int]) -> tuple[list[int], list[int]]:
+    def _keep_what_all_captured(self) -> None:
         """Keeps the graphs that every rank has: a collective within one waits for the others' replay."""
         assert self._group is not None
+        batch_sizes, token_counts = self.graph_sizes
         everyones = self._group.exchange(ranks_pb2.RankGraphs(batch_sizes=batch_sizes, token_counts=token_counts))
-        of_all = set.intersection(*(set(graphs.batch_sizes) for graphs in everyones))
-        mixed_of_all = set.intersection(*(set(graphs.token_counts) for graphs in everyones))
-        self._runner.keep_graphs(of_all, mixed_of_all)
-        return sorted(of_all), sorted(mixed_of_all)
+        self._runner.keep_graphs(
+            set.intersection(*(set(graphs.batch_sizes) for graphs in everyones)),
+            set.intersection(*(set(graphs.token_counts) for graphs in everyones)),
+        )
 
     # ---- Leases -----------------------------------------------------------------------------------------------------
 

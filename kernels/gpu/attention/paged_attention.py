@@ -41,6 +41,7 @@ from kernels.gpu.attention.scratch import (
 )
 from kernels.gpu.attention.tiling import ALL_REGISTERS, JOIN_REGISTERS, Tiling, padded, tiling
 from kernels.gpu.attention.work import NUM_FACTS, plan_kernel
+from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.variant import Variant
 
 LOG2_E = segment.LOG2_E.value
@@ -79,6 +80,58 @@ def paged_attention(
     Types: float32, float16 or bfloat16, and the caches in any of these or float8_e4m3fn. Raises ValueError where a
     shape, stride, type or device does not fit.
     """
+    of_heads = alibi_slopes, sinks, key_scale, value_scale
+    tensors = out, query, key_cache, value_cache, block_tables, seq_lens, query_starts, *of_heads
+    bound = _bound(tensors, scale, max_query_len > 1, sliding_window, logit_soft_cap, cut)
+    if bound is None:
+        return
+    if shared is None:
+        shared = _new_pass(query, len(seq_lens), max_seq_len)
+    scratch = shared.scratch
+    plan = shared.plans.get(bound.of_plan)
+    if plan is None:
+        num_multiprocessors = _gpu(query.device).num_multiprocessors
+        _check_scratch(scratch, len(seq_lens), max_seq_len, *query.shape[1:], num_multiprocessors)
+        plan = shared.plans[bound.of_plan] = _plan(scratch, seq_lens, query_starts, num_multiprocessors, *bound.of_plan)
+    lines = (scratch.sums, scratch.maxima, scratch.totals)
+    kept_lines = (scratch.kept_sums, scratch.kept_maxima, scratch.kept_totals)
+    read = (plan, query, key_cache, value_cache, block_tables, seq_lens, query_starts)
+    if bound.prefill is not None:
+        bound.prefill(out, *kept_lines, *read, *of_heads)
+    bound.segment(*lines, *read, alibi_slopes, key_scale)
+    bound.join(out, *lines, plan, seq_lens, query_starts, sinks, value_scale)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launches:
+    """Of one layout of tensors."""
+
+    of_plan: tuple[int, ...]  # what a plan follows from besides the sequences and the device, as `_plan` takes it
+    prefill: Launch | None  # where all sequences have one new token
+    segment: Launch
+    join: Launch
+
+
+@once_a_layout
+def _bound(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    key_scale: torch.Tensor | None,
+    value_scale: torch.Tensor | None,
+    scale: float,
+    has_several: bool,
+    sliding_window: int,
+    logit_soft_cap: float,
+    cut: Tiling | None,
+) -> _Launches | None:
+    """`has_several`: a sequence may have several new tokens. None: there are no tokens."""
     _check(out, query, key_cache, value_cache, block_tables, seq_lens, query_starts, scale)
     heads = {"alibi_slopes": (alibi_slopes, query.shape[1]), "sinks": (sinks, query.shape[1])}
     heads |= {"key_scale": (key_scale, key_cache.shape[1]), "value_scale": (value_scale, key_cache.shape[1])}
@@ -88,7 +141,7 @@ def paged_attention(
     num_sequences, (num_tokens, num_heads, head_size) = seq_lens.numel(), query.shape
     num_kv_heads, block_size = key_cache.shape[1:3]
     if not num_tokens or not num_sequences:
-        return
+        return None
     group, head_tile = num_heads // num_kv_heads, padded(head_size)
     gpu = _gpu(query.device)
     if key_cache.dtype == torch.float8_e4m3fn and gpu.capability < 89:
@@ -111,97 +164,32 @@ def paged_attention(
         "DOT_TYPE": gpu.dot_type(query.dtype),
         "num_stages": cut.stages,
     }
-    if shared is None:
-        lines = num_tokens * triton.cdiv(max_seq_len, SEGMENT)
-        sizes = (num_sequences, max_seq_len, num_heads, head_size, gpu.num_multiprocessors)
-        shared = new_scratch(*sizes, query.device, lines).new_pass()
-    scratch = shared.scratch
     of_plan = (sliding_window, num_kv_heads, group, cut.key_tile, cut.decode_rows, cut.prefill_rows)
-    plan = shared.plans.get(of_plan)
-    if plan is None:
-        _check_scratch(scratch, num_sequences, max_seq_len, num_heads, head_size, gpu.num_multiprocessors)
-        plan = seq_lens.new_empty((NUM_FACTS, num_sequences))
-        plan_kernel[(1,)](
-            plan,
-            seq_lens,
-            query_starts,
-            num_sequences,
-            num_kv_heads,
-            scratch.num_lines,
-            gpu.num_multiprocessors,
-            sliding_window,
-            GROUP=group,
-            KEY_TILE=cut.key_tile,
-            SPLIT_ROWS=cut.decode_rows,
-            WHOLE_ROWS=cut.prefill_rows,
-            HAS_WINDOW=sliding_window > 0,
-        )
-        shared.plans[of_plan] = plan
-    lines = (scratch.sums, scratch.maxima, scratch.totals)
-    places = (block_tables, seq_lens, query_starts)
     strides = (query.stride(0), key_cache.stride(0) // head_size, block_tables.stride(0))
-
-    if max_query_len > 1:
-        prefill_kernel[(cut.prefill_programs * gpu.num_multiprocessors,)](
-            out,
-            scratch.kept_sums,
-            scratch.kept_maxima,
-            scratch.kept_totals,
-            plan,
-            query,
-            key_cache,
-            value_cache,
-            *places,
-            alibi_slopes,
-            sinks,
-            key_scale,
-            value_scale,
-            num_sequences,
-            num_kv_heads,
-            out.stride(0),
-            *strides,
-            logit_scale,
-            soft_cap,
-            sliding_window,
-            ROWS=cut.prefill_rows,
-            num_warps=cut.prefill_warps,
-            maxnreg=ALL_REGISTERS,
-            **kept,
-        )
-
-    segment_kernel[(cut.decode_programs * gpu.num_multiprocessors,)](
-        *lines,
-        plan,
-        query,
-        key_cache,
-        value_cache,
-        *places,
-        alibi_slopes,
-        key_scale,
-        num_sequences,
-        num_kv_heads,
-        *strides,
-        logit_scale,
-        soft_cap,
-        sliding_window,
+    of_keys = (logit_scale, soft_cap, sliding_window)
+    prefill = Launch(
+        prefill_kernel,
+        (cut.prefill_programs * gpu.num_multiprocessors,),
+        (num_sequences, num_kv_heads, out.stride(0), *strides, *of_keys),
+        ROWS=cut.prefill_rows,
+        num_warps=cut.prefill_warps,
+        maxnreg=ALL_REGISTERS,
+        **kept,
+    )
+    segment = Launch(
+        segment_kernel,
+        (cut.decode_programs * gpu.num_multiprocessors,),
+        (num_sequences, num_kv_heads, *strides, *of_keys),
         ROWS=cut.decode_rows,
         PROGRAMS=cut.decode_programs,
         num_warps=cut.decode_warps,
         maxnreg=ALL_REGISTERS,
         **kept,
     )
-    join_kernel[(min(num_tokens * num_kv_heads, _JOIN_PROGRAMS * gpu.num_multiprocessors),)](
-        out,
-        *lines,
-        plan,
-        seq_lens,
-        query_starts,
-        sinks,
-        value_scale,
-        num_sequences,
-        num_kv_heads,
-        out.stride(0),
-        sliding_window,
+    join = Launch(
+        join_kernel,
+        (min(num_tokens * num_kv_heads, _JOIN_PROGRAMS * gpu.num_multiprocessors),),
+        (num_sequences, num_kv_heads, out.stride(0), sliding_window),
         GROUP=group,
         GROUP_TILE=triton.next_power_of_2(group),
         HEAD_SIZE=head_size,
@@ -209,6 +197,48 @@ def paged_attention(
         HAS_WINDOW=sliding_window > 0,
         maxnreg=JOIN_REGISTERS,
     )
+    return _Launches(of_plan, prefill if has_several else None, segment, join)
+
+
+def _new_pass(query: torch.Tensor, num_sequences: int, max_seq_len: int) -> AttentionPass:
+    """Of a call alone."""
+    num_tokens, num_heads, head_size = query.shape
+    lines = num_tokens * triton.cdiv(max_seq_len, SEGMENT)
+    sizes = (num_sequences, max_seq_len, num_heads, head_size, _gpu(query.device).num_multiprocessors)
+    return new_scratch(*sizes, query.device, lines).new_pass()
+
+
+def _plan(
+    scratch: Scratch,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    num_multiprocessors: int,
+    sliding_window: int,
+    num_kv_heads: int,
+    group: int,
+    key_tile: int,
+    split_rows: int,
+    whole_rows: int,
+) -> torch.Tensor:
+    """See `kernels.gpu.attention.work`."""
+    num_sequences = len(seq_lens)
+    plan = seq_lens.new_empty((NUM_FACTS, num_sequences))
+    plan_kernel[(1,)](
+        plan,
+        seq_lens,
+        query_starts,
+        num_sequences,
+        num_kv_heads,
+        scratch.num_lines,
+        num_multiprocessors,
+        sliding_window,
+        GROUP=group,
+        KEY_TILE=key_tile,
+        SPLIT_ROWS=split_rows,
+        WHOLE_ROWS=whole_rows,
+        HAS_WINDOW=sliding_window > 0,
+    )
+    return plan
 
 
 def card_tiling(device: torch.device, head_size: int, element_size: int, group: int) -> Tiling:

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous, check_rows
+from kernels.gpu.products import tile_of_program
 from kernels.gpu.quantized.group_sums import group_sums
 from kernels.gpu.quantized.packed_codes import TILE, WIDTH, PackedCodes, chunk_of
 from kernels.gpu.quantized.packed_product import most_registers, stages_of
@@ -23,8 +24,6 @@ from kernels.gpu.quantized.segments import MOST_ROWS, block_m_of
 from kernels.gpu.quantized.unpacking import packed_sum
 from kernels.gpu.variant import Variant
 from kernels.quantized_weight import Numbers
-
-_GROUP = 8  # tiles of rows that pass over the same part of a weight one after the other
 
 
 @triton.jit(do_not_specialize=["row_tiles"])  # type: ignore[untyped-decorator]  # Triton has no types
@@ -57,13 +56,10 @@ def _grouped_product_kernel(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
     column_tiles: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
     lines: tl.constexpr = column_tiles * BLOCK_N
-    row_tile, column_tile = tl.swizzle2d(
-        tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles, row_tiles, column_tiles, GROUP
-    )
+    row_tile, column_tile = tile_of_program(row_tiles, column_tiles)
     each = tl.arange(0, PADDED_EXPERTS)
     first = tl.load(starts + each, each < EXPERTS, 0)
     tiles = tl.cdiv(tl.load(starts + each + 1, each < EXPERTS, 0) - first, BLOCK_M)
@@ -116,9 +112,12 @@ def grouped_quantized_matmul(
     starts: torch.Tensor,
     rows: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    *,
+    of_experts: int | None = None,
 ) -> None:
-    """See `reference.grouped_matmul`; weights of `packed_codes.stacked`. Raises ValueError for tensors that do not
-    fit."""
+    """See `reference.grouped_matmul`; weights of `packed_codes.stacked`. `of_experts`: among how many tokens have
+    chosen, where others are elsewhere; rows that went there are at the end of `out`. Raises ValueError for tensors that
+    do not fit."""
     num_experts, num_outputs, size = weights.words.shape[0], weights.out_features, weights.in_features
     num_rows = out.shape[0]
     check_rows("grouped_quantized_matmul", x=x)
@@ -136,7 +135,7 @@ def grouped_quantized_matmul(
         raise ValueError("grouped_quantized_matmul: starts must be int32, rows int64, out of the type of x")
     if not num_rows:
         return
-    block_m = block_m_of(triton.cdiv(num_rows, num_experts))
+    block_m = block_m_of(triton.cdiv(num_rows, of_experts or num_experts))
     row_tiles = num_rows // block_m + min(num_experts, num_rows)
     num_groups = weights.scale.shape[-2]
     sums = None if weights.offset is None else group_sums(x, weights.group, num_groups, MOST_ROWS)
@@ -169,7 +168,6 @@ def grouped_quantized_matmul(
         GROUPS=num_groups,
         BLOCK_N=TILE,
         BLOCK_M=block_m,
-        GROUP=_GROUP,
         num_stages=stages_of(x.dtype),
         maxnreg=most_registers(block_m),
     )
@@ -201,7 +199,7 @@ def variants() -> Iterator[Variant]:
                 | {"EXPERTS": num_experts, "PADDED_EXPERTS": triton.next_power_of_2(num_experts)}
                 | {"OUTPUTS": num_outputs, "SIZE": size, "NUMBERS": numbers, "WIDTH": WIDTH, "GROUP_SIZE": group}
                 | {"CHUNKS": num_chunks, "GROUPS": num_chunks * chunk_of(Numbers(numbers)) // group}
-                | {"BLOCK_N": TILE, "BLOCK_M": block_m, "GROUP": _GROUP},
+                | {"BLOCK_N": TILE, "BLOCK_M": block_m},
                 num_stages=4,
                 max_registers=most_registers(block_m),
                 divisible_by_16=(*pointers, "out_stride", "x_stride", "sums_stride"),

@@ -22,15 +22,13 @@ import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous, check_rows
 from kernels.gpu.matmul import add_segments
-from kernels.gpu.quantized import segments
+from kernels.gpu.products import tile_of_program
 from kernels.gpu.quantized.group_sums import group_sums
 from kernels.gpu.quantized.packed_codes import TILE, WIDTH, PackedCodes, chunk_of
-from kernels.gpu.quantized.segments import MOST_ROWS, block_m_of, chunks_of_segment
+from kernels.gpu.quantized.segments import MOST_ROWS, Cut, chunks_of_segment
 from kernels.gpu.quantized.unpacking import packed_sum
 from kernels.gpu.variant import Variant
 from kernels.quantized_weight import Numbers
-
-_GROUP = 8  # tiles of rows that pass over the same part of the weight one after the other
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]  # Triton has no types
@@ -59,17 +57,10 @@ def _packed_product_kernel(  # type: ignore[no-untyped-def]
     CHUNKS_OF_SEGMENT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    GROUP: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
     column_tiles: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
-    row_tile, column_tile = tl.swizzle2d(
-        tl.program_id(0) // column_tiles,
-        tl.program_id(0) % column_tiles,
-        tl.cdiv(count, BLOCK_M),
-        column_tiles,
-        GROUP,
-    )
+    row_tile, column_tile = tile_of_program(tl.cdiv(count, BLOCK_M), column_tiles)
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     # Past the end the last row is computed again, as are padded outputs, and not stored: no masks in the loop.
@@ -130,16 +121,10 @@ def packed_product(out: torch.Tensor, x: torch.Tensor, weight: PackedCodes, bias
         check_contiguous("packed_product", "bias", bias, (num_outputs,), x)
     if not count:
         return
-    block_m, segment = (
-        block_m_of(count),
-        chunks_of_segment(num_outputs, weight.num_chunks),
-    )
-    num_tiles = triton.cdiv(count, block_m) * triton.cdiv(num_outputs, TILE)
-    num_segments = triton.cdiv(weight.num_chunks, segment)
-    is_split = segments.is_split(count, num_outputs, weight.num_chunks)
-    parts = x.new_empty((num_segments * count, num_outputs), dtype=torch.float32) if is_split else out
+    cut = Cut.of(count, num_outputs, weight.num_chunks)
+    parts = cut.parts(out)
     sums = None if weight.offset is None else group_sums(x, weight.group, weight.offset.shape[0], MOST_ROWS)
-    _packed_product_kernel[(num_tiles, num_segments if is_split else 1)](
+    _packed_product_kernel[cut.grid](
         parts,
         x,
         weight.words,
@@ -161,15 +146,14 @@ def packed_product(out: torch.Tensor, x: torch.Tensor, weight: PackedCodes, bias
         WIDTH=WIDTH,
         GROUP_SIZE=weight.group,
         CHUNKS=weight.num_chunks,
-        CHUNKS_OF_SEGMENT=segment,
+        CHUNKS_OF_SEGMENT=cut.segment,
         BLOCK_N=TILE,
-        BLOCK_M=block_m,
-        GROUP=_GROUP,
-        IS_SPLIT=is_split,
+        BLOCK_M=cut.block_m,
+        IS_SPLIT=cut.is_split,
         num_stages=stages_of(x.dtype),
-        maxnreg=most_registers(block_m),
+        maxnreg=most_registers(cut.block_m),
     )
-    if is_split:
+    if cut.is_split:
         add_segments(out, parts, bias)
 
 
@@ -219,7 +203,7 @@ def _variant(
         dict.fromkeys([name for name, kind in optional.items() if not kind])
         | {"OUTPUTS": num_outputs, "SIZE": size, "NUMBERS": numbers, "WIDTH": WIDTH, "GROUP_SIZE": group}
         | {"CHUNKS": num_chunks, "CHUNKS_OF_SEGMENT": segment}
-        | {"BLOCK_N": TILE, "BLOCK_M": block_m, "GROUP": _GROUP, "IS_SPLIT": is_split},
+        | {"BLOCK_N": TILE, "BLOCK_M": block_m, "IS_SPLIT": is_split},
         num_stages=stages_of(torch.float32 if dtype == "fp32" else torch.bfloat16),
         max_registers=most_registers(block_m),
         divisible_by_16=(

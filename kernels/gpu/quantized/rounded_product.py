@@ -21,15 +21,14 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous, check_rows
-from kernels.gpu.quantized import segments
+from kernels.gpu.products import tile_of_program
 from kernels.gpu.quantized.packed_codes import TILE
 from kernels.gpu.quantized.rounded_rows import GROUP, fits, rounded_rows
-from kernels.gpu.quantized.segments import MOST_ROWS, block_m_of, chunks_of_segment
+from kernels.gpu.quantized.segments import MOST_ROWS, Cut, chunks_of_segment
 from kernels.gpu.variant import Variant
 from kernels.quantized_weight import Inputs, Numbers, QuantizedWeight
 
 CHUNK = 128
-_GROUP = 8  # tiles of rows that pass over the same part of the weight one after the other
 _NUM_STAGES = 4
 _SUMMED_ELEMENTS = 1024
 
@@ -51,18 +50,11 @@ def _rounded_product_kernel(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    GROUP: tl.constexpr,
     IS_BY_GROUP: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
     column_tiles: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
-    row_tile, column_tile = tl.swizzle2d(
-        tl.program_id(0) // column_tiles,
-        tl.program_id(0) % column_tiles,
-        tl.cdiv(count, BLOCK_M),
-        column_tiles,
-        GROUP,
-    )
+    row_tile, column_tile = tile_of_program(tl.cdiv(count, BLOCK_M), column_tiles)
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, CHUNK)
@@ -193,12 +185,9 @@ def rounded_product(out: torch.Tensor, x: torch.Tensor, weight: RoundedCodes, bi
         zero=weight.row_zero,
         multiple=MOST_ROWS,
     )
-    block_m, segment = block_m_of(count), chunks_of_segment(num_outputs, num_chunks)
-    num_tiles = triton.cdiv(count, block_m) * triton.cdiv(num_outputs, TILE)
-    num_segments = triton.cdiv(num_chunks, segment)
-    is_split = segments.is_split(count, num_outputs, num_chunks)
-    parts = x.new_empty((num_segments * count, num_outputs), dtype=torch.float32) if is_split else out
-    _rounded_product_kernel[(num_tiles, num_segments if is_split else 1)](
+    cut = Cut.of(count, num_outputs, num_chunks)
+    parts = cut.parts(out)
+    _rounded_product_kernel[cut.grid](
         parts,
         codes,
         weight.weight,
@@ -210,16 +199,15 @@ def rounded_product(out: torch.Tensor, x: torch.Tensor, weight: RoundedCodes, bi
         0 if row_scale is None else row_scale.stride(0),
         OUTPUTS=num_outputs,
         CHUNKS=num_chunks,
-        CHUNKS_OF_SEGMENT=segment,
+        CHUNKS_OF_SEGMENT=cut.segment,
         CHUNK=CHUNK,
         BLOCK_N=TILE,
-        BLOCK_M=block_m,
-        GROUP=_GROUP,
+        BLOCK_M=cut.block_m,
         IS_BY_GROUP=weight.is_by_group,
-        IS_SPLIT=is_split,
+        IS_SPLIT=cut.is_split,
         num_stages=_NUM_STAGES,
     )
-    if is_split:
+    if cut.is_split:
         _add_segments_kernel[(count, triton.cdiv(num_outputs, _SUMMED_ELEMENTS))](
             out,
             parts,
@@ -229,7 +217,7 @@ def rounded_product(out: torch.Tensor, x: torch.Tensor, weight: RoundedCodes, bi
             count,
             out.stride(0),
             OUTPUTS=num_outputs,
-            SEGMENTS=num_segments,
+            SEGMENTS=cut.num_segments,
             BLOCK=_SUMMED_ELEMENTS,
             IS_BY_GROUP=weight.is_by_group,
         )
@@ -275,7 +263,7 @@ def variants() -> Iterator[Variant]:
                 pointers | dict.fromkeys(["count", "out_stride", "row_scale_stride"], "i32"),
                 ({} if size == 584 else {"bias": None})
                 | {"OUTPUTS": num_outputs, "CHUNKS": num_chunks, "CHUNKS_OF_SEGMENT": segment, "CHUNK": CHUNK}
-                | {"BLOCK_N": TILE, "BLOCK_M": block_m, "GROUP": _GROUP}
+                | {"BLOCK_N": TILE, "BLOCK_M": block_m}
                 | {"IS_BY_GROUP": is_by_group, "IS_SPLIT": is_split},
                 num_stages=_NUM_STAGES,
                 divisible_by_16=(*pointers, "row_scale_stride", *["out_stride"] * (num_outputs % 16 == 0)),

@@ -1,0 +1,82 @@
+"""Launches that are bound once: what they hand on is what Triton's own launch does."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import triton.language as tl
+from triton.compiler import CompiledKernel
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from benchmarks.stand_in_driver import StandInDriver
+from kernels.gpu.launch import Launch, once_a_layout
+from kernels.gpu.rms_norm import rms_norm
+
+
+def _kernel(out, x, residual, count, stride, SIZE: tl.constexpr, HAS_RESIDUAL: tl.constexpr):  # type: ignore[no-untyped-def]
+    pass
+
+
+class Recorded(CompiledKernel):
+    """Triton's own, but for the driver behind it."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.name, self.src, self.module, self.function, self.packed_metadata = "kernel", None, (), "function", "data"
+        self._run = lambda *args: self.calls.append(args)
+
+
+def test_a_bound_launch_hands_on_what_tritons_own_does() -> None:
+    compiled, out, x = Recorded(), torch.zeros(5, 16), torch.ones(5, 16)
+    launch = Launch(JITFunction(_kernel), (3, 2), (5, 16), SIZE=16, HAS_RESIDUAL=False, num_warps=8)
+    with mock.patch.object(driver, "_active", StandInDriver()):
+        with mock.patch.object(JITFunction, "_do_compile", lambda *args: compiled):
+            launch(out, x, None)
+        launch(out, x, None)  # nothing is compiled any more
+    by_triton, bound = compiled.calls
+    assert by_triton[:6] == bound[:6] == (3, 2, 1, 0, "function", "data")
+    assert by_triton[9:] == bound[9:] == (out, x, None, 5, 16, 16, False)  # after metadata and hooks
+
+
+def test_an_empty_grid_launches_nothing() -> None:
+    Launch(mock.NonCallableMock(spec=[]), (0, 4), ())(torch.zeros(0))  # a kernel that would not take a grid
+
+
+def test_what_is_bound_is_bound_once_a_layout_and_checked_then() -> None:
+    bound: list[tuple[Any, ...]] = []
+
+    @once_a_layout
+    def bind(x: torch.Tensor, other: torch.Tensor | None, eps: float) -> int:
+        if x.shape[0] > 4:
+            raise ValueError("too long")
+        bound.append((x.shape, eps))
+        return len(bound)
+
+    store = torch.zeros(64)
+    x = store[:8].view(4, 2)
+    assert bind((x, None), 0.5) == bind((torch.ones(4, 2), None), 0.5) == 1
+    others = [
+        ((x[:3], None), 0.5),
+        ((x.t()[:, :2], None), 0.5),
+        ((x.int(), None), 0.5),
+        ((store[1:9].view(4, 2), None), 0.5),  # 4 bytes after a multiple of 16, for which a kernel is compiled apart
+        ((x, x), 0.5),
+        ((x, None), 0.25),
+    ]
+    assert [bind(*other) for other in others] == [2, 3, 4, 5, 6, 7]
+    assert [bind(*other) for other in others] == [2, 3, 4, 5, 6, 7]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="too long"):
+            bind((torch.zeros(5, 2), None), 0.5)
+
+
+def test_what_does_not_fit_is_refused_after_what_does() -> None:
+    x, weight = torch.ones(3, 8), torch.ones(8)
+    rms_norm(torch.empty(3, 8), x, weight, eps=1e-5)
+    for out, other in ((torch.empty(3, 8), torch.ones(7)), (torch.empty(3, 8, dtype=torch.float16), weight)):
+        with pytest.raises(ValueError, match="rms_norm"):
+            rms_norm(out, x, other, eps=1e-5)
