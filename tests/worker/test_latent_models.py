@@ -185,7 +185,8 @@ def test_greedy_tokens_on_the_kernels_of_a_gpu(tmp_path: Path, monkeypatch: pyte
     """Prompts, chunks beside decodes, and decodes, all replayed."""
     from transformers import AutoModelForCausalLM
 
-    folder = make_family("deepseek-v3", tmp_path / "model", num_hidden_layers=2, num_attention_heads=3, n_group=2)
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 3, "n_group": 2}
+    folder = make_family("deepseek-v3", tmp_path / "model", **sizes)
     monkeypatch.setitem(select._MODULES, "cpu", "kernels.gpu.operations")
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
     expected = []

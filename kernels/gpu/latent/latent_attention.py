@@ -60,7 +60,8 @@ def latent_attention(
     if not num_tokens or not num_sequences:
         return
     rotary_size, card = cached_size - latent_size, card_of(query.device)
-    cut = latent_tiling(num_heads, latent_size, rotary_size, query.element_size(), card.max_shared_bytes)
+    of_card = card.capability, card.max_shared_bytes
+    cut = latent_tiling(num_heads, latent_size, rotary_size, query.element_size(), *of_card)
     sizes = (num_sequences, max_seq_len, num_heads, latent_size, card.num_multiprocessors)
     if shared is None:
         lines = num_tokens * triton.cdiv(max_seq_len, SEGMENT)
@@ -95,6 +96,7 @@ def latent_attention(
         "TURNED": rotary_size,
         "TURNED_TILE": padded(rotary_size),
         "ROWS": cut.rows,
+        "JOINS": cut.joins,
         "DOT_TYPE": card.dot_type(query.dtype),
         "num_warps": cut.num_warps,
         "num_stages": cut.stages,

@@ -40,6 +40,7 @@ def pieces_kernel(  # type: ignore[no-untyped-def]
     TURNED_TILE: tl.constexpr,
     ROWS: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    JOINS: tl.constexpr,
     DOT_TYPE: tl.constexpr,
 ):
     """One program a share of tiles: unnormalised sums, maxima and totals of each piece."""
@@ -87,6 +88,7 @@ def pieces_kernel(  # type: ignore[no-untyped-def]
                         TURNED,
                         TURNED_TILE,
                         ROWS,
+                        JOINS,
                         DOT_TYPE,
                     )
                     # Read here, and below again: what waits for so long takes registers from the loop over keys.

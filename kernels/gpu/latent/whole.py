@@ -40,6 +40,7 @@ def whole_kernel(  # type: ignore[no-untyped-def]
     TURNED: tl.constexpr,
     TURNED_TILE: tl.constexpr,
     ROWS: tl.constexpr,
+    JOINS: tl.constexpr,
     DOT_TYPE: tl.constexpr,
 ):
     """Programs take tiles of rows in turn, and write `out`."""
@@ -79,6 +80,7 @@ def whole_kernel(  # type: ignore[no-untyped-def]
                     TURNED,
                     TURNED_TILE,
                     ROWS,
+                    JOINS,
                     DOT_TYPE,
                 )
                 if (span > 0) | (span < end_span - 1):
