@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn import functional
 
-from kernels.bench.case import Calls, Case, Goal, Setting
+from kernels.bench.case import Call, Calls, Case, Goal, Setting
 from kernels.bench.shapes import BLOCK_SIZE
 from kernels.gpu.operations import latent_and_cache, latent_attention
 from kernels.oracles import reference_latent
@@ -104,11 +104,16 @@ def _cache_calls(setting: Setting, num_tokens: int, num_heads: int) -> Calls:
     positions, slots = (torch.arange(num_tokens, device=device) for _ in range(2))
     cos_sin = torch.randn(num_tokens, _TURNED, device=device)
 
-    def run(operation: Callable[..., None]) -> torch.Tensor:
+    def of(operation: Callable[..., None]) -> Call:
+        """Each with a cache of its own, which is what is compared."""
         turned = torch.empty(num_tokens, num_heads, size, dtype=dtype, device=device)[..., _LATENT:]
         cache = torch.zeros(num_blocks, 1, BLOCK_SIZE, size, dtype=dtype, device=device)
         given = (turned, query, new, norm, positions, cos_sin, cache, slots)
-        operation(*given, norm_eps=1e-6, are_pairs=True)
-        return cache
 
-    return Calls(lambda: run(latent_and_cache), {"torch": lambda: run(reference_latent.latent_and_cache)})
+        def run() -> torch.Tensor:
+            operation(*given, norm_eps=1e-6, are_pairs=True)
+            return cache
+
+        return run
+
+    return Calls(of(latent_and_cache), {"torch": of(reference_latent.latent_and_cache)})

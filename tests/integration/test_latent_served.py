@@ -1,4 +1,4 @@
-"""A model with latent attention over a served worker: its greedy tokens where prompts share blocks of latents, and where
+"""A model with latent attention over a served worker: greedy tokens where prompts share blocks of latents, and where
 these are swapped out or computed again."""
 
 from __future__ import annotations
