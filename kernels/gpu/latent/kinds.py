@@ -81,7 +81,8 @@ def _variants(kind: LatentKind, cut: LatentTiling, capabilities: list[int]) -> I
     ):
         signature: dict[str, str] = {**own, **read}
         yield Variant(
-            f"latent_attention {name} {kind} tile {cut.rows}x{cut.key_tile} programs {cut.programs}",
+            f"latent_attention {name} {kind} tile {cut.rows}x{cut.key_tile} programs {cut.programs}"
+            + " joined" * cut.joins,
             kernel,
             signature,
             constants | shape,
