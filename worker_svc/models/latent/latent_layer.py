@@ -70,7 +70,7 @@ class LatentLayer(DecoderLayer):
         ]
         return [each for each in parts if each is not None]
 
-    def _attend(self, key_cache: torch.Tensor, value_cache: torch.Tensor, step: StepTensors) -> None:
+    def _attend(self, key_cache: torch.Tensor, value_cache: torch.Tensor, step: StepTensors) -> torch.Tensor:
         latent, kernels, attention, num_tokens = self._latent, self._kernels, step.attention, step.num_tokens
         narrow = step.normed
         if self._query_down is not None and self._query_norm is not None:
@@ -96,8 +96,7 @@ class LatentLayer(DecoderLayer):
             norm_eps=self._config.style.norm_eps,
             are_pairs=latent.are_pairs,
         )
-        gathered = plain.new_empty(len(plain), heads, latent.latent_size)
-        gathered[num_tokens:] = 0  # of rows that are padding
+        gathered = step.attended.view(-1, heads, latent.latent_size)
         kernels.latent_attention(
             gathered,
             query,
@@ -110,4 +109,6 @@ class LatentLayer(DecoderLayer):
             max_seq_len=attention.max_seq_len,
             **step.attention_options,
         )
-        self._out_of_latent(step.attended.view(-1, heads, latent.value_size), gathered)
+        values = plain.new_empty(len(plain), heads, latent.value_size)
+        self._out_of_latent(values, gathered)
+        return values.flatten(1)
