@@ -61,10 +61,10 @@ def _calls(setting: Setting, num_seqs: int, query_len: int, seq_len: int, num_he
     out = torch.empty(num_seqs * query_len, num_heads, _LATENT, dtype=dtype, device=device)
     seq_lens = torch.full((num_seqs,), seq_len, dtype=torch.int32, device=device)
     starts = query_len * torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
-    lengths = {"max_query_len": query_len, "max_seq_len": seq_len}
+    places: tuple[torch.Tensor, ...] = (tables, seq_lens, starts)
 
     def ours() -> torch.Tensor:
-        latent_attention(out, query, cache, tables, seq_lens, starts, scale=_SCALE, **lengths)
+        latent_attention(out, query, cache, *places, scale=_SCALE, max_query_len=query_len, max_seq_len=seq_len)
         return out.view(num_seqs, query_len, num_heads, _LATENT)
 
     keys = cache[tables.long(), 0].flatten(1, 2)[:, None, :seq_len]  # [sequences, 1, tokens, size]

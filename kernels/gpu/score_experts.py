@@ -27,14 +27,14 @@ _ELEMENTS = 1024  # of a tile, tokens by experts: 8 a thread
 _MAX_TOKENS = 16  # of a tile
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _best(x, numbers, is_free, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
     """(values [tokens, 1] of the largest x that are free, their numbers [tokens, 1]), the first of equal ones."""
     value = tl.max(tl.where(is_free, x, -float("inf")), 1)[:, None]
     return value, tl.min(tl.where(is_free & (x == value), numbers, COUNT), 1)[:, None]
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]  # Triton has no types
 def _score_kernel(  # type: ignore[no-untyped-def]
     shares,
     scores,

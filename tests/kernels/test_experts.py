@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -156,14 +158,15 @@ def test_experts_are_compared_in_the_best_groups(
 
 
 def test_a_row_of_nan_is_compared_by_nothing_and_disturbs_nobody() -> None:
+    in_groups = partial(score_experts, num_groups=4, num_chosen_groups=2)
     logits, expected = normal(5, 12), torch.empty(5, 12, device=DEVICE)
-    shares, scores, options = torch.empty(5, 3, device=DEVICE), torch.empty(5, 12, device=DEVICE), {"num_groups": 4}
-    score_experts(shares, expected, logits, **options, num_chosen_groups=2)
+    shares, scores = torch.empty(5, 3, device=DEVICE), torch.empty(5, 12, device=DEVICE)
+    in_groups(shares, expected, logits)
     logits[1, 3] = torch.nan
-    score_experts(shares, scores, logits, **options, num_chosen_groups=2)
+    in_groups(shares, scores, logits)
     assert scores[1].isneginf().all() and shares[1].isnan().all()
     assert torch.equal(scores[[0, 2, 3, 4]], expected[[0, 2, 3, 4]])
     with pytest.raises(ValueError, match="7 chosen of 2 of 4 groups"):
-        score_experts(torch.empty(5, 7, device=DEVICE), scores, logits, **options, num_chosen_groups=2)
+        in_groups(torch.empty(5, 7, device=DEVICE), scores, logits)
     with pytest.raises(ValueError, match=r"scores is torch\.float16"):
-        score_experts(shares, scores.half(), logits, **options, num_chosen_groups=2)
+        in_groups(shares, scores.half(), logits)

@@ -133,7 +133,12 @@ def test_any_mix_of_rows_on_a_cpu(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("num_heads", "latent_size", "rotary_size"), [(16, 512, 64), (71, 32, 16), (1, 40, 8)])
 def test_sizes_of_models(num_heads: int, latent_size: int, rotary_size: int) -> None:
-    sizes = {"num_heads": num_heads, "latent_size": latent_size, "rotary_size": rotary_size, "block_size": 8}
+    sizes: dict[str, Any] = {
+        "num_heads": num_heads,
+        "latent_size": latent_size,
+        "rotary_size": rotary_size,
+        "block_size": 8,
+    }
     LatentCase([1, 3, 1], [0, 40, 70], **sizes, dtype=torch.float16).check(ON_GPU)
 
 

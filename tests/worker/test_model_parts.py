@@ -22,6 +22,7 @@ from worker_svc.models import stored_tensor
 from worker_svc.models.checkpoint_files import Tensors
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
+from worker_svc.models.experts import Experts
 from worker_svc.models.loader import Model, load_model
 from worker_svc.models.parts import ModelPart, part_of, vocabulary_part
 from worker_svc.models.shared_experts import WithShared
@@ -106,6 +107,7 @@ def test_whole_experts_on_each_rank(name: str, changes: dict[str, Any], tmp_path
         mixture = model.layers[-1].mlp
         assert isinstance(mixture, Summed)
         chosen = mixture.layer._chosen if isinstance(mixture.layer, WithShared) else mixture.layer
+        assert isinstance(chosen, Experts)
         return logits_of(model, sequences), len(chosen._experts)
 
     (logits, num_experts), _ = on_all_ranks(2, work)
@@ -115,7 +117,14 @@ def test_whole_experts_on_each_rank(name: str, changes: dict[str, Any], tmp_path
 
 @pytest.mark.parametrize(
     ("name", "load_format"),
-    [("llama-yarn", "dummy"), ("gpt2", "dummy"), ("bloom", "bin"), ("phi3", "gguf"), ("mixtral", "gguf")],
+    [
+        ("llama-yarn", "dummy"),
+        ("gpt2", "dummy"),
+        ("deepseek-v2", "dummy"),
+        ("bloom", "bin"),
+        ("phi3", "gguf"),
+        ("mixtral", "gguf"),
+    ],
 )
 def test_other_sources_of_weights_are_split_alike(name: str, load_format: str, tmp_path: Path) -> None:
     """Against the whole model from the same source; a sum in two parts is off by a rounding of its terms, or few."""

@@ -15,7 +15,7 @@ from kernels.gpu.attention.work import FIRST_LINE, OF_A_STEP, PIECE, SPLIT_END, 
 from kernels.gpu.latent.rows import attend_latents, end_of_keys
 
 
-@triton.jit(do_not_specialize=OF_A_STEP)
+@triton.jit(do_not_specialize=OF_A_STEP)  # type: ignore[untyped-decorator]  # Triton has no types
 def pieces_kernel(  # type: ignore[no-untyped-def]
     sums,
     maxima,

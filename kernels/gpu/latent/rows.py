@@ -16,13 +16,13 @@ import triton.language as tl
 from kernels.gpu.attention.segment import SEGMENT, SPAN, join, nothing
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def end_of_keys(seq_len, query_len, first_row, HEADS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Behind the last key that some row of the tile sees."""
     return tl.minimum(seq_len - query_len + (first_row + ROWS - 1) // HEADS + 1, seq_len)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def attend_latents(  # type: ignore[no-untyped-def]
     query,
     cache,

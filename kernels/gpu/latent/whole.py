@@ -14,7 +14,7 @@ from kernels.gpu.attention.work import OF_A_STEP, WHOLE_END, sequence_of
 from kernels.gpu.latent.rows import attend_latents, end_of_keys
 
 
-@triton.jit(do_not_specialize=OF_A_STEP)
+@triton.jit(do_not_specialize=OF_A_STEP)  # type: ignore[untyped-decorator]  # Triton has no types
 def whole_kernel(  # type: ignore[no-untyped-def]
     out,
     kept_sums,

@@ -25,7 +25,7 @@ def read_latent(raw: RawConfig, *, are_pairs: bool) -> LatentStyle:
 
 def latent_scale(raw: RawConfig, latent: LatentStyle, rope: Rope) -> float:
     """Of logits: a stretched rotation makes attention sharper by the square of `mscale_all_dim`'s logarithm."""
-    scale = latent.query_size**-0.5
+    scale = 1.0 / math.sqrt(latent.query_size)
     stretch = (raw.part("rope_parameters") or raw.part("rope_scaling")).number("mscale_all_dim", 0.0)
     if rope.kind != "default" and stretch and rope.factor > 1:
         scale *= (0.1 * stretch * math.log(rope.factor) + 1.0) ** 2

@@ -12,6 +12,7 @@ applied to what they add up. docs/latent-attention.md says what that costs, in d
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -54,9 +55,8 @@ class LatentLayer(DecoderLayer):
         rows = [rows_of_heads(size)]
         both = weights.take_parts([up], [config.num_heads * size], latent.latent_size, rows=rows)
         keys, values = both.view(-1, size, latent.latent_size).split([latent.plain_size, latent.value_size], dim=1)
-        form = {"is_batch_invariant": weights.is_batch_invariant, "memory": weights.memory}
-        self._into_latent = head_products(keys.transpose(1, 2).contiguous(), **form)
-        self._out_of_latent = head_products(values.contiguous(), **form)
+        form = partial(head_products, is_batch_invariant=weights.is_batch_invariant, memory=weights.memory)
+        self._into_latent, self._out_of_latent = form(keys.transpose(1, 2).contiguous()), form(values.contiguous())
 
     @property
     def _of_heads(self) -> Sequence[HasWeight]:
@@ -109,6 +109,6 @@ class LatentLayer(DecoderLayer):
             max_seq_len=attention.max_seq_len,
             **step.attention_options,
         )
-        values = plain.new_empty(len(plain), heads, latent.value_size)
-        self._out_of_latent(values, gathered)
-        return values.flatten(1)
+        values = step.normed.new_empty(len(plain), heads * latent.value_size)
+        self._out_of_latent(values.view(-1, heads, latent.value_size), gathered)
+        return values
