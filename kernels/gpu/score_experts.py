@@ -25,6 +25,7 @@ from kernels.gpu.variant import Variant
 
 _ELEMENTS = 1024  # of a tile, tokens by experts: 8 a thread
 _MAX_TOKENS = 16  # of a tile
+_REGISTERS = 255  # of a thread, as many as there are: left to itself, ptxas spills one for more threads at once
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
@@ -148,6 +149,7 @@ def score_experts(
         TOKENS=tokens,
         IS_SIGMOID=kind == "sigmoid",
         IS_NORMALIZED=is_normalized,
+        maxnreg=_REGISTERS,
     )
 
 
@@ -184,6 +186,7 @@ def variants() -> Iterator[Variant]:
                 "IS_SIGMOID": is_biased,
                 "IS_NORMALIZED": is_biased,
             },
+            max_registers=_REGISTERS,
             divisible_by_16=(*pointers, *["stride"] * (num_experts % 16 == 0)),
             may_spill=False,
         )
