@@ -5,6 +5,7 @@ beside it; caches hold NaN wherever no key is. As in test_paged_attention, most 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -161,7 +162,12 @@ def test_a_token_is_the_same_in_a_prompt_in_chunks_and_computed_alone(attend: At
 
 
 @pytest.mark.usefixtures("short_segments", "even_sums")
-def test_a_token_is_the_same_in_segments_in_spans_and_whole() -> None:
+@pytest.mark.parametrize("capability", [90, 120])
+def test_a_token_is_the_same_in_segments_in_spans_and_whole(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With segments joined in the loop over tiles, and, as on Blackwell, around it."""
+    if IS_INTERPRETED:
+        card = replace(module.card_of(torch.device("cpu")), capability=capability)
+        monkeypatch.setattr(module, "card_of", lambda device: card)
     query_len, context_len = 11, 2 * SPAN * SEGMENT + 30
     case = LatentCase([query_len], [context_len], num_heads=3, dtype=torch.float16)
     found = {}
@@ -173,6 +179,7 @@ def test_a_token_is_the_same_in_segments_in_spans_and_whole() -> None:
             assert columns[PIECE.value].tolist() == [{"whole": 0, "spans": SPAN}[name]]
     for name, out in found.items():
         assert torch.equal(out, found["whole"]), name
+    case.check(ON_GPU)
     for token in (0, 5, query_len - 1):
         assert torch.equal(case.some(ON_GPU, token, token + 1, context_len)[0], found["whole"][token]), token
 

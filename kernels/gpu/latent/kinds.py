@@ -70,29 +70,32 @@ def _variants(kind: LatentKind, cut: LatentTiling, capabilities: list[int]) -> I
         "LATENT_TILE": padded(kind.latent_size),
         "TURNED": kind.rotary_size,
         "TURNED_TILE": padded(kind.rotary_size),
-        "ROWS": cut.rows,
         "JOINS": cut.joins,
         "DOT_TYPE": _DOT_TYPES[kind.dtype],
     }
     of_whole = {"out": f"*{kind.dtype}", **{f"kept_{name}": "*fp32" for name in _SUMS}, "out_stride": "i32"}
-    for name, kernel, own, shape in (
-        ("whole", whole_kernel, of_whole, {}),
-        ("pieces", pieces_kernel, dict.fromkeys(_SUMS, "*fp32"), {"PROGRAMS": cut.programs}),
+    of_pieces, programs = dict.fromkeys(_SUMS, "*fp32"), {"PROGRAMS": cut.piece_programs}
+    for name, kernel, own, rows, shape in (
+        ("whole", whole_kernel, of_whole, cut.whole_rows, {}),
+        ("pieces", pieces_kernel, of_pieces, cut.piece_rows, programs),
     ):
         signature: dict[str, str] = {**own, **read}
         yield Variant(
-            f"latent_attention {name} {kind} tile {cut.rows}x{cut.key_tile} programs {cut.programs}"
-            + " joined" * cut.joins,
+            f"latent_attention {name} {kind} {_said(cut, rows)}",
             kernel,
             signature,
-            constants | shape,
-            num_warps=cut.num_warps,
+            constants | shape | {"ROWS": rows},
+            num_warps=rows // cut.rows_of_warp,
             num_stages=cut.stages,
             max_registers=ALL_REGISTERS,
             divisible_by_16=_aligned(signature),
             may_spill=kind.dtype == "fp32",  # without matrix units Ampere and Blackwell are a register or two short
             capabilities=capabilities,
         )
+
+
+def _said(cut: LatentTiling, rows: int) -> str:
+    return f"tile {rows}x{cut.key_tile} programs {cut.piece_programs}" + " joined" * cut.joins
 
 
 def _join_variant(kind: LatentKind) -> Variant:
