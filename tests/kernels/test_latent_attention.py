@@ -21,6 +21,7 @@ from kernels.gpu.attention.work import PIECE
 from kernels.gpu.latent import latent_and_cache as cache_module
 from kernels.gpu.latent import latent_attention as module
 from kernels.gpu.latent import pieces, rows, whole
+from kernels.gpu.latent.card import card_of
 from kernels.oracles import reference
 from tests.kernels.cases import PagedCase
 from tests.kernels.device import DEVICE, IS_INTERPRETED
@@ -166,7 +167,7 @@ def test_a_token_is_the_same_in_a_prompt_in_chunks_and_computed_alone(attend: At
 def test_a_token_is_the_same_in_segments_in_spans_and_whole(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With segments joined in the loop over tiles, and, as on Blackwell, around it."""
     if IS_INTERPRETED:
-        card = replace(module.card_of(torch.device("cpu")), capability=capability)
+        card = replace(card_of(torch.device("cpu")), capability=capability)
         monkeypatch.setattr(module, "card_of", lambda device: card)
     query_len, context_len = 11, 2 * SPAN * SEGMENT + 30
     case = LatentCase([query_len], [context_len], num_heads=3, dtype=torch.float16)

@@ -28,12 +28,12 @@ from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.gguf_folder import model_folder
 from worker_svc.models.grouped_experts import take_grouped_experts
-from worker_svc.models.linear import take_linear
 from worker_svc.models.loader import Model, load_model
 from worker_svc.models.parts import ModelPart
 from worker_svc.models.quantized.checkpoint_format import with_quantized
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
 from worker_svc.models.quantized.separate_products import SeparateProducts
+from worker_svc.models.router import take_router
 from worker_svc.models.stored_tensor import MadeTensor, StoredTensor
 from worker_svc.models.weights import CheckpointWeights
 from worker_svc.parallel.ranks import Ranks
@@ -261,7 +261,7 @@ def test_experts_that_are_multiplied_together_are_expanded(tmp_path: Path) -> No
             tensors = with_quantized(folder, config.weights_format, tensors)
         weights = CheckpointWeights(folder, tensors, config.dtype, torch.device("cpu"), ByteBar("", 0))
         prefix = "model.layers.1."
-        router = take_linear(weights, [prefix + "block_sparse_moe.gate"], [5], SIZES["hidden_size"], is_exact=True)
+        router = take_router(weights, prefix, config.style, SIZES["hidden_size"], kernels)
         experts = take_grouped_experts(part, weights, prefix, router, kernels)
         taken.append([experts._inner, experts._outer])
     for one, other in zip(*taken, strict=True):
