@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kernels import select
+from octavo.cli import main
 from tests.kernels.device import DEVICE
 from tests.worker.families import make_family
 from tests.worker.model_cases import Stepper
@@ -144,10 +145,12 @@ def test_fp8_blocks_as_deepseek_publishes_them(tmp_path: Path, monkeypatch: pyte
     assert torch.equal(found, expected)
 
 
-def test_what_is_not_supported_is_refused_in_one_line(folder: Path) -> None:
+def test_a_cache_of_8_bits_is_refused_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = ModelConfig.from_folder(folder)
     with pytest.raises(ModelError, match="kv_cache_dtype fp8: a cache of latents is kept in 16 or 32 bits"):
         find_scales(folder, config, "auto", None)
+    assert main(["model", "calibrate", str(folder), "--text", str(folder / "config.json"), "--device", "cpu"]) == 1
+    assert "has a cache of latents, which is not kept in 8 bits" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
