@@ -198,6 +198,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ("cache", case.cache[..., :20], "does not fit a cache"),
         ("cache", case.cache.expand(-1, 2, -1, -1), "does not fit a cache"),
         ("query", case.query.double(), "does not fit query"),
+        ("query", case.query.half(), "have no place beside queries"),
     ):
         other = LatentCase([1], [20])
         setattr(other, name, value)

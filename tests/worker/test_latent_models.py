@@ -24,9 +24,9 @@ from tests.worker.test_gpu_path import NUM_NEW, PROMPTS, check_greedy_tokens
 from worker_svc import server
 from worker_svc.cache.cache_engine import CacheEngine
 from worker_svc.errors import StartupError
-from worker_svc.models.cache_scales.found_scales import find_scales
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.latent.head_products import BatchedHeads, GroupedHeads, PackedHeads
+from worker_svc.models.latent.latent_config import check_cache_type
 from worker_svc.models.loader import Model, load_model
 from worker_svc.models.router import Router
 
@@ -145,10 +145,14 @@ def test_fp8_blocks_as_deepseek_publishes_them(tmp_path: Path, monkeypatch: pyte
     assert torch.equal(found, expected)
 
 
-def test_a_cache_of_8_bits_is_refused_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = ModelConfig.from_folder(folder)
+def test_caches_of_other_types_are_refused_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    style, gpu, cpu = ModelConfig.from_folder(folder).style, torch.device("cuda"), torch.device("cpu")
+    check_cache_type(style, torch.bfloat16, torch.float32, cpu)
+    check_cache_type(style, torch.bfloat16, torch.float16, gpu)
     with pytest.raises(ModelError, match="kv_cache_dtype fp8: a cache of latents is kept in 16 or 32 bits"):
-        find_scales(folder, config, "auto", None)
+        check_cache_type(style, torch.bfloat16, torch.float8_e4m3fn, gpu)
+    with pytest.raises(ModelError, match="kv_cache_dtype float32: on a GPU latents have no more bits than dtype bfl"):
+        check_cache_type(style, torch.bfloat16, torch.float32, gpu)
     assert main(["model", "calibrate", str(folder), "--text", str(folder / "config.json"), "--device", "cpu"]) == 1
     assert "has a cache of latents, which is not kept in 8 bits" in capsys.readouterr().err
 

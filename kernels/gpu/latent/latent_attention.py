@@ -52,8 +52,8 @@ def latent_attention(
 ) -> None:
     """See `kernels.oracles.reference_latent.latent_attention`; `shared` as for `paged_attention`.
 
-    Types: float32, float16 or bfloat16, also of the cache. Raises ValueError where a shape, stride, type or device does
-    not fit.
+    Types: float32, float16 or bfloat16, and of the cache one with no more bits. Raises ValueError where a shape,
+    stride, type or device does not fit.
     """
     _check(out, query, cache, block_tables, seq_lens, query_starts, scale)
     num_sequences, (num_tokens, num_heads, cached_size) = seq_lens.numel(), query.shape
@@ -148,6 +148,8 @@ def _check(
         raise ValueError(f"out {tuple(out.shape)} {out.dtype} does not fit query {tuple(query.shape)} {query.dtype}")
     if cache.dim() != 4 or cache.shape[1] != 1 or cache.shape[3] != query.shape[2] or cache.dtype not in _TYPES:
         raise ValueError(f"query {tuple(query.shape)} does not fit a cache of {tuple(cache.shape)} {cache.dtype}")
+    if cache.element_size() > query.element_size():
+        raise ValueError(f"tiles of a cache of {cache.dtype} have no place beside queries of {query.dtype}")
     if not 0 < out.shape[2] < query.shape[2]:
         raise ValueError(f"latents of {out.shape[2]} are not a part of keys of {query.shape[2]}")
     if cache.stride()[2:] != (cache.shape[3], 1):
