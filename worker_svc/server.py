@@ -43,6 +43,7 @@ from worker_svc.models import ModelConfig
 from worker_svc.models.cache_scales.found_scales import find_scales
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.gguf_folder import model_folder
+from worker_svc.models.latent.latent_config import check_cache_type
 from worker_svc.models.loader import load_model
 from worker_svc.models.parts import ModelPart
 from worker_svc.parallel.group import ParallelGroup, end_group, meet
@@ -238,6 +239,7 @@ def load(config: WorkerConfig, group: ParallelGroup | None = None) -> tuple[Mode
         )
         if name := served_name(config.model, path):
             model_config = dataclasses.replace(model_config, model_name=name)
+        check_cache_type(model_config.style, model_config.dtype, of_cache, device)
         if of_cache is not None and of_cache.itemsize == 1:
             scales = find_scales(folder, model_config, config.load_format, config.kv_cache_scales)
             model_config = dataclasses.replace(model_config, cache_scales=scales)

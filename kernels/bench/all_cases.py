@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from kernels.bench import (
     attention_cases,
     cache_cases,
+    latent_cases,
     lora_cases,
     matrix_cases,
     quantized_cases,
@@ -15,7 +16,16 @@ from kernels.bench import (
 )
 from kernels.bench.case import Case, Setting
 
-_MODULES = (attention_cases, sampling_cases, cache_cases, row_cases, matrix_cases, quantized_cases, lora_cases)
+_MODULES = (
+    attention_cases,
+    latent_cases,
+    sampling_cases,
+    cache_cases,
+    row_cases,
+    matrix_cases,
+    quantized_cases,
+    lora_cases,
+)
 
 
 def cases(setting: Setting, op: str | None = None) -> Iterator[Case]:

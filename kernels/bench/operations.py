@@ -28,5 +28,5 @@ def variants(package: str = "kernels.gpu", op: str | None = None) -> Mapping[str
     if op is None:
         return found
     if op not in found:
-        raise ValueError(f"no operation is called {op!r}; there are {', '.join(found)}")
+        raise ValueError(f"no operation is called {op!r}; there are {', '.join(sorted(found))}")
     return {op: found[op]}

@@ -33,11 +33,10 @@ from kernels.cpu.sampling import (
 )
 
 # What torch does well already: its indexing moves whole blocks at the speed of memory, its norm takes each row alone,
-# and so do the few operators that choose experts.
-from kernels.oracles.reference import choose_experts, copy_blocks, layer_norm
+# and so do the few operators that compare experts.
+from kernels.oracles.reference import copy_blocks, layer_norm, score_experts
 
 __all__ = [
-    "choose_experts",
     "chunk_maxima",
     "clamped_swiglu",
     "copy_blocks",
@@ -59,6 +58,7 @@ __all__ = [
     "rms_norm",
     "rotary",
     "rotary_and_cache",
+    "score_experts",
     "silu_and_mul",
     "token_logprobs",
     "top_logits",

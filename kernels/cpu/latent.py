@@ -57,6 +57,16 @@ def latent_attention(
 ) -> None:
     """See `reference_latent.latent_attention`; types and strides as for `paged_attention`."""
     whole = torch.empty_like(query)
-    lengths = {"max_query_len": max_query_len, "max_seq_len": max_seq_len}
-    paged_attention(whole, query, cache, cache, block_tables, seq_lens, query_starts, scale=scale, **lengths)
+    paged_attention(
+        whole,
+        query,
+        cache,
+        cache,
+        block_tables,
+        seq_lens,
+        query_starts,
+        scale=scale,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+    )
     out.copy_(whole[..., : out.shape[-1]])

@@ -32,16 +32,15 @@ from kernels.gpu.sampling.penalties import penalize
 from kernels.gpu.sampling.random_bits import uniforms
 from kernels.gpu.sampling.token_logprobs import token_logprobs
 from kernels.gpu.sampling.top_logits import top_logits
+from kernels.gpu.score_experts import score_experts
 from kernels.gpu.silu_and_mul import silu_and_mul
 
-# What torch does well already: no sampling follows that could use the maxima of chunks; experts of DeepSeek's models
-# are chosen and sorted by some twenty small operators, which a graph replays.
-from kernels.oracles.reference import choose_experts, most_likely, place_experts
+# What torch does well already: no sampling follows that could use the maxima of chunks.
+from kernels.oracles.reference import most_likely
 
 __all__ = [
     "attention_scratch",
     "attention_scratch_bytes",
-    "choose_experts",
     "chunk_maxima",
     "clamped_swiglu",
     "combine_experts",
@@ -62,13 +61,13 @@ __all__ = [
     "pack_experts",
     "paged_attention",
     "penalize",
-    "place_experts",
     "quantized_product",
     "reshape_and_cache",
     "rms_norm",
     "rotary",
     "rotary_and_cache",
     "route_experts",
+    "score_experts",
     "silu_and_mul",
     "token_logprobs",
     "top_logits",

@@ -10,6 +10,8 @@ host's store is, as many blocks at a time as an area holds:
                                                                   v  |
                                                              host [blocks, layers, 2, ...]
 
+With latent attention there are only keys, and 1 stands in place of 2.
+
 For a model of 32 layers, 8 heads of 128 and 16 tokens in bfloat16 that is one transfer of 2 MiB a block at least, in
 place of 64 of 32 KiB. Everything here is enqueued on the current stream and waits for nothing; who waits for whom is
 up to the caller.
@@ -43,7 +45,7 @@ class Piece(NamedTuple):
 def block_major(
     shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device, *, pinned: bool = False
 ) -> torch.Tensor:
-    """Zeros of a store's shape [layers, 2, num_blocks, ...], in memory of the order [num_blocks, layers, 2, ...]."""
+    """Zeros of a store's shape [layers, parts, num_blocks, ...], in memory of the order [num_blocks, layers, ...]."""
     layers, parts, num_blocks, *block = shape
     store = torch.zeros((num_blocks, layers, parts, *block), dtype=dtype, device=device, pin_memory=pinned)
     return store.permute(1, 2, 0, 3, 4, 5)

@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 
 from kernels.int8_weight import GROUP, unpack_int8
-from kernels.oracles.reference_experts import choose_experts as choose_experts
 from kernels.oracles.reference_experts import combine_experts as combine_experts
-from kernels.oracles.reference_experts import place_experts as place_experts
 from kernels.oracles.reference_experts import route_experts as route_experts
+from kernels.oracles.reference_experts import score_experts as score_experts
 from kernels.oracles.reference_latent import latent_and_cache as latent_and_cache
 from kernels.oracles.reference_latent import latent_attention as latent_attention
 from kernels.oracles.reference_sampling import CHUNK_SIZE as CHUNK_SIZE

@@ -41,31 +41,31 @@ def route_experts(
         starts[expert - first_expert + 1] = num_rows
 
 
-def choose_experts(
+def score_experts(
     shares: torch.Tensor,
-    chosen: torch.Tensor,
+    scores: torch.Tensor,
     logits: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    scores: str = "softmax",
+    kind: str = "softmax",
     num_groups: int = 1,
     num_chosen_groups: int = 1,
     is_normalized: bool = False,
     scale: float = 1.0,
 ) -> None:
-    """Which experts each token goes to, with which shares, as DeepSeek's models choose: experts lie in groups on
+    """What experts are compared by, and the shares of the best, as DeepSeek's models choose: experts lie in groups on
     different machines, and a token's are of few groups (V2: arXiv:2405.04434; V3: arXiv:2412.19437).
 
-    logits [T, num_experts] of a router, whose `scores` are their softmax or their sigmoids, each expert's own. Groups
-    of num_experts / num_groups follow each other. A group counts as much as its best expert; with a bias
-    f32[num_experts], which is added to scores where they are compared, as its two best together. chosen i64[T, k]: the
-    k best experts of the `num_chosen_groups` best groups, the best first, equal ones by number. shares f32[T, k]: their
-    scores without the bias, divided by their sum where `is_normalized`, times `scale`.
+    logits [T, num_experts] of a router. An expert is as likely as their softmax says, or with the kind sigmoid its own;
+    a bias f32[num_experts] is added where experts are compared. Groups of num_experts / num_groups follow each other; a
+    group counts as much as its best expert, with a bias as its two best together. scores f32[T, num_experts]: -inf but
+    in the `num_chosen_groups` best groups. shares f32[T, k]: how likely the experts of the k largest scores are, the
+    best first, equal ones by number; divided by their sum where `is_normalized`; times `scale`.
     """
     num_tokens, num_experts = logits.shape
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # A sigmoid is a softmax beside a zero. Each has the same bits in any company, which torch.sigmoid has not on a CPU.
-    likely = x.softmax(-1) if scores == "softmax" else torch.stack((x, torch.zeros_like(x)), -1).softmax(-1)[..., 0]
+    likely = x.softmax(-1) if kind == "softmax" else torch.stack((x, torch.zeros_like(x)), -1).softmax(-1)[..., 0]
     compared = (likely if bias is None else likely + bias).nan_to_num(nan=-torch.inf)
     if num_groups > 1:
         of_groups = compared.view(num_tokens, num_groups, -1)
@@ -73,25 +73,11 @@ def choose_experts(
         groups = best.sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen_groups]
         is_open = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, value=True)
         compared = of_groups.masked_fill(~is_open[:, :, None], -torch.inf).view(num_tokens, num_experts)
-    chosen.copy_(compared.sort(dim=-1, descending=True, stable=True).indices[:, : chosen.shape[1]])
-    of_chosen = likely.gather(1, chosen)
+    scores.copy_(compared)
+    of_chosen = likely.gather(1, compared.sort(dim=-1, descending=True, stable=True).indices[:, : shares.shape[1]])
     if is_normalized:
         of_chosen = of_chosen / (of_chosen.sum(-1, keepdim=True) + 1e-20)
     shares.copy_(of_chosen * scale)
-
-
-def place_experts(
-    places: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, chosen: torch.Tensor, *, first_expert: int = 0
-) -> None:
-    """Where the rows of tokens are once they are sorted by their experts: `places`, `rows` and `starts` of
-    `route_experts`, for choices i64[T, k]. No number of it is needed on the host."""
-    num_own, flat = starts.numel() - 1, chosen.flatten() - first_expert
-    own = torch.where((flat >= 0) & (flat < num_own), flat, num_own)  # elsewhere: behind all that are here
-    ordered, order = own.sort(stable=True)
-    rows.copy_(order // chosen.shape[1])
-    starts.copy_(torch.searchsorted(ordered, torch.arange(num_own + 1, device=chosen.device)))
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=chosen.device))
-    places.copy_(torch.where(own < num_own, place, -1).view(places.shape))
 
 
 def combine_experts(out: torch.Tensor, x: torch.Tensor, shares: torch.Tensor, places: torch.Tensor) -> None:

@@ -59,6 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise OptionError(str(error)) from None
     content = arguments.text.read_bytes()
     runner, files = load(config)
+    if runner.config.style.latent is not None:
+        raise CommandError(f"{arguments.name} has a cache of latents, which is not kept in 8 bits")
     tokens = Tokenizer.load(files.contents).encode(content.decode(errors="replace"))[: max(arguments.tokens, 0)]
     if not tokens:
         raise CommandError(f"{arguments.text} has no tokens to compute")

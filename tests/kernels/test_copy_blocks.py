@@ -16,21 +16,22 @@ PAIRS = torch.tensor([[4, 0], [4, 6], [1, 2], [5, 3]], device=DEVICE)  # one sou
 
 
 @pytest.mark.parametrize(
-    ("dtype", "num_kv_heads", "block_size", "head_size"),
+    ("dtype", "num_parts", "num_kv_heads", "block_size", "head_size"),
     [
-        (torch.bfloat16, 2, 16, 80),  # a tile and a half
-        (torch.float16, 1, 8, 96),
-        (torch.float32, 3, 4, 10),
-        (torch.bfloat16, 1, 3, 10),  # words of 4 bytes
-        (torch.float16, 1, 2, 5),  # of 2
-        (FP8, 2, 8, 32),
-        (FP8, 1, 3, 7),  # of 1
+        (torch.bfloat16, 2, 2, 16, 80),  # a tile and a half
+        (torch.float16, 2, 1, 8, 96),
+        (torch.float32, 2, 3, 4, 10),
+        (torch.bfloat16, 2, 1, 3, 10),  # words of 4 bytes
+        (torch.float16, 2, 1, 2, 5),  # of 2
+        (torch.bfloat16, 1, 1, 16, 576),  # latents
+        (FP8, 2, 2, 8, 32),
+        (FP8, 2, 1, 3, 7),  # of 1
     ],
 )
 def test_copies_within_a_store_and_to_another(
-    dtype: torch.dtype, num_kv_heads: int, block_size: int, head_size: int
+    dtype: torch.dtype, num_parts: int, num_kv_heads: int, block_size: int, head_size: int
 ) -> None:
-    shape = (3, 2, 7, num_kv_heads, block_size, head_size)
+    shape = (3, num_parts, 7, num_kv_heads, block_size, head_size)
     cache, before = store(*shape, dtype=dtype), store(*shape, dtype=dtype)
     copy_blocks(cache, cache, PAIRS)
     reference.copy_blocks(before.view(torch.uint8), before.view(torch.uint8), PAIRS)

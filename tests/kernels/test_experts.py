@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from kernels.gpu.combine_experts import combine_experts
 from kernels.gpu.route_experts import route_experts
+from kernels.gpu.score_experts import score_experts
 from kernels.oracles import reference
 from tests.kernels.device import DEVICE
 from tests.kernels.rows import DTYPES, gaps_are_untouched, normal, poisoned, strided
@@ -136,48 +139,53 @@ def test_what_does_not_fit_is_refused() -> None:
             combine_experts(*of_sum)
 
 
-@pytest.mark.parametrize("is_normalized", [False, True])
-@pytest.mark.parametrize(("scores", "num_groups"), [("softmax", 1), ("softmax", 4), ("sigmoid", 1), ("sigmoid", 4)])
-def test_experts_are_chosen_in_the_best_groups(scores: str, num_groups: int, is_normalized: bool) -> None:
+@pytest.mark.parametrize(("score", "device"), [(score_experts, DEVICE), (reference.score_experts, "cpu")])
+@pytest.mark.parametrize(
+    ("kind", "num_groups", "is_normalized"),
+    [("softmax", 1, False), ("softmax", 4, True), ("sigmoid", 1, True), ("sigmoid", 4, False)],
+)
+def test_experts_are_compared_in_the_best_groups(
+    score, device, kind: str, num_groups: int, is_normalized: bool
+) -> None:
     """Against the definition, expert by expert; a row's bits are its own."""
-    logits = normal(30, 12, dtype=torch.float32).cpu()
+    logits = normal(30, 12, dtype=torch.float32).to(device)
     logits[0] = 1.0  # equal ones: the lower numbers
-    bias = torch.linspace(-0.4, 0.4, 12) if scores == "sigmoid" else None
+    bias = torch.arange(-6, 6, device=device) / 16.0 if kind == "sigmoid" else None
+    size, num_chosen_groups = 12 // num_groups, min(2, num_groups)
 
-    def choose(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        x, chosen = logits[rows], torch.full((30, 3), 99)[rows]
-        shares = torch.full((30, 3), torch.nan)[rows]
-        options = {"scores": scores, "num_groups": num_groups, "num_chosen_groups": min(2, num_groups)}
-        reference.choose_experts(shares, chosen, x, bias, **options, is_normalized=is_normalized, scale=2.5)
-        return shares, chosen
+    def run(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        x = logits[rows]
+        shares, scores = torch.full((len(x), 3), torch.nan, device=device), torch.full_like(x, torch.nan)
+        options = {"kind": kind, "num_groups": num_groups, "num_chosen_groups": num_chosen_groups}
+        score(shares, scores, x, bias, **options, is_normalized=is_normalized, scale=2.5)
+        return shares, scores
 
-    shares, chosen = choose(slice(None))
+    shares, scores = run(slice(None))
     for row, x in enumerate(logits.double()):
-        likely = x.softmax(0) if scores == "softmax" else x.sigmoid()
-        compared = (likely if bias is None else likely + bias).tolist()
-        size = 12 // num_groups
-        groups = [sorted(compared[first : first + size])[-1 if bias is None else -2 :] for first in range(0, 12, size)]
-        best = sorted(range(num_groups), key=lambda group, groups=groups: (-sum(groups[group]), group))[:2]
-        inside = [expert for expert in range(12) if expert // size in best]
-        expected = sorted(inside, key=lambda expert, compared=compared: (-compared[expert], expert))[:3]
-        if row or bias is None:  # equal sums of biases are not equal in float32
-            assert chosen[row].tolist() == expected
-        of_chosen = likely[chosen[row]]
-        of_chosen = of_chosen / of_chosen.sum() if is_normalized else of_chosen
+        likely = x.softmax(0) if kind == "softmax" else x.sigmoid()
+        compared = likely if bias is None else likely + bias
+        values = compared.view(num_groups, size).topk(1 if bias is None else 2, dim=1).values.sum(1)
+        groups = values.float().sort(descending=True, stable=True).indices[:num_chosen_groups].tolist()
+        is_open = torch.tensor([expert // size in groups for expert in range(12)], device=device)
+        expected = compared.masked_fill(~is_open, -torch.inf)
+        torch.testing.assert_close(scores[row].double(), expected, rtol=1e-6, atol=1e-7)
+        chosen = scores[row].sort(descending=True, stable=True).indices[:3]
+        of_chosen = likely[chosen] / likely[chosen].sum() if is_normalized else likely[chosen]
         torch.testing.assert_close(shares[row].double(), 2.5 * of_chosen, rtol=1e-6, atol=1e-7)
-        alone = choose(slice(row, row + 1))
-        assert torch.equal(alone[0][0], shares[row]) and torch.equal(alone[1][0], chosen[row])
+        alone = run(slice(row, row + 1))
+        assert torch.equal(alone[0][0], shares[row]) and torch.equal(alone[1][0], scores[row])
 
 
-@pytest.mark.parametrize(("own", "first_expert"), [(8, 0), (3, 4)])
-def test_rows_of_any_choice_are_sorted_as_those_of_the_largest_logits(own: int, first_expert: int) -> None:
-    logits = normal(70, 8)
-    exact = Route(reference.route_experts, logits, 2, own, first_expert)
-
-    def place(shares, places, rows, starts, logits, *, first_expert, is_normalized) -> None:  # type: ignore[no-untyped-def]
-        chosen = logits.sort(dim=-1, descending=True, stable=True).indices[:, :2]
-        reference.place_experts(places, rows, starts, chosen, first_expert=first_expert)
-
-    ours = Route(place, logits, 2, own, first_expert)
-    assert torch.equal(ours.places, exact.places)
-    assert torch.equal(ours.rows, exact.rows) and torch.equal(ours.starts, exact.starts)
+def test_a_row_of_nan_is_compared_by_nothing_and_disturbs_nobody() -> None:
+    in_groups = partial(score_experts, num_groups=4, num_chosen_groups=2)
+    logits, expected = normal(5, 12), torch.empty(5, 12, device=DEVICE)
+    shares, scores = torch.empty(5, 3, device=DEVICE), torch.empty(5, 12, device=DEVICE)
+    in_groups(shares, expected, logits)
+    logits[1, 3] = torch.nan
+    in_groups(shares, scores, logits)
+    assert scores[1].isneginf().all() and shares[1].isnan().all()
+    assert torch.equal(scores[[0, 2, 3, 4]], expected[[0, 2, 3, 4]])
+    with pytest.raises(ValueError, match="7 chosen of 2 of 4 groups"):
+        in_groups(torch.empty(5, 7, device=DEVICE), scores, logits)
+    with pytest.raises(ValueError, match=r"scores is torch\.float16"):
+        in_groups(shares, scores.half(), logits)

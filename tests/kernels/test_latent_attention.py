@@ -5,6 +5,7 @@ beside it; caches hold NaN wherever no key is. As in test_paged_attention, most 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -20,6 +21,7 @@ from kernels.gpu.attention.work import PIECE
 from kernels.gpu.latent import latent_and_cache as cache_module
 from kernels.gpu.latent import latent_attention as module
 from kernels.gpu.latent import pieces, rows, whole
+from kernels.gpu.latent.card import card_of
 from kernels.oracles import reference
 from tests.kernels.cases import PagedCase
 from tests.kernels.device import DEVICE, IS_INTERPRETED
@@ -133,7 +135,12 @@ def test_any_mix_of_rows_on_a_cpu(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("num_heads", "latent_size", "rotary_size"), [(16, 512, 64), (71, 32, 16), (1, 40, 8)])
 def test_sizes_of_models(num_heads: int, latent_size: int, rotary_size: int) -> None:
-    sizes = {"num_heads": num_heads, "latent_size": latent_size, "rotary_size": rotary_size, "block_size": 8}
+    sizes: dict[str, Any] = {
+        "num_heads": num_heads,
+        "latent_size": latent_size,
+        "rotary_size": rotary_size,
+        "block_size": 8,
+    }
     LatentCase([1, 3, 1], [0, 40, 70], **sizes, dtype=torch.float16).check(ON_GPU)
 
 
@@ -156,7 +163,12 @@ def test_a_token_is_the_same_in_a_prompt_in_chunks_and_computed_alone(attend: At
 
 
 @pytest.mark.usefixtures("short_segments", "even_sums")
-def test_a_token_is_the_same_in_segments_in_spans_and_whole() -> None:
+@pytest.mark.parametrize("capability", [90, 120])
+def test_a_token_is_the_same_in_segments_in_spans_and_whole(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With segments joined in the loop over tiles, and, as on Blackwell, around it."""
+    if IS_INTERPRETED:
+        card = replace(card_of(torch.device("cpu")), capability=capability)
+        monkeypatch.setattr(module, "card_of", lambda device: card)
     query_len, context_len = 11, 2 * SPAN * SEGMENT + 30
     case = LatentCase([query_len], [context_len], num_heads=3, dtype=torch.float16)
     found = {}
@@ -168,6 +180,7 @@ def test_a_token_is_the_same_in_segments_in_spans_and_whole() -> None:
             assert columns[PIECE.value].tolist() == [{"whole": 0, "spans": SPAN}[name]]
     for name, out in found.items():
         assert torch.equal(out, found["whole"]), name
+    case.check(ON_GPU)
     for token in (0, 5, query_len - 1):
         assert torch.equal(case.some(ON_GPU, token, token + 1, context_len)[0], found["whole"][token]), token
 
@@ -185,6 +198,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ("cache", case.cache[..., :20], "does not fit a cache"),
         ("cache", case.cache.expand(-1, 2, -1, -1), "does not fit a cache"),
         ("query", case.query.double(), "does not fit query"),
+        ("query", case.query.half(), "have no place beside queries"),
     ):
         other = LatentCase([1], [20])
         setattr(other, name, value)

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kernels import select
+from octavo.cli import main
 from tests.kernels.device import DEVICE
 from tests.worker.families import make_family
 from tests.worker.model_cases import Stepper
@@ -23,9 +24,9 @@ from tests.worker.test_gpu_path import NUM_NEW, PROMPTS, check_greedy_tokens
 from worker_svc import server
 from worker_svc.cache.cache_engine import CacheEngine
 from worker_svc.errors import StartupError
-from worker_svc.models.cache_scales.found_scales import find_scales
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.latent.head_products import BatchedHeads, GroupedHeads, PackedHeads
+from worker_svc.models.latent.latent_config import check_cache_type
 from worker_svc.models.loader import Model, load_model
 from worker_svc.models.router import Router
 
@@ -114,7 +115,7 @@ def test_routers_and_their_biases_are_float32_in_a_model_of_bfloat16(folder: Pat
     """A bias of 8 bits of mantissa would let others in than the model was trained with."""
     model = load(folder, "bfloat16")
     router = cast(Any, model).layers[-1].mlp._chosen._router
-    assert isinstance(router, Router)
+    assert isinstance(router, Router) and router._bias is not None
     name = "model.layers.2.mlp.gate.e_score_correction_bias"
     assert torch.equal(router._bias, load_file(folder / "model.safetensors")[name])
     assert router.logits(torch.ones(1, 60, dtype=torch.bfloat16)).dtype == torch.float32
@@ -136,7 +137,7 @@ def test_fp8_blocks_as_deepseek_publishes_them(tmp_path: Path, monkeypatch: pyte
     """The checkpoint gives the logits of the numbers that it stands for; the latents' product is expanded."""
     from kernels import cpu
 
-    monkeypatch.setattr(cpu, "quantized_product", lambda weight, bias, keep: None, raising=False)
+    monkeypatch.setattr(cpu, "quantized_product", lambda weight, bias, new: None, raising=False)
     changes = {"hidden_size": 64, "q_lora_rank": 32, "intermediate_size": 96, "moe_intermediate_size": 32}
     folder = make_family("deepseek-v3", tmp_path / "plain", num_hidden_layers=2, **changes)
     quantised, twin = write_quantised(folder, tmp_path, FORMATS["fp8-small-blocks"])
@@ -144,10 +145,16 @@ def test_fp8_blocks_as_deepseek_publishes_them(tmp_path: Path, monkeypatch: pyte
     assert torch.equal(found, expected)
 
 
-def test_what_is_not_supported_is_refused_in_one_line(folder: Path) -> None:
-    config = ModelConfig.from_folder(folder)
+def test_caches_of_other_types_are_refused_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    style, gpu, cpu = ModelConfig.from_folder(folder).style, torch.device("cuda"), torch.device("cpu")
+    check_cache_type(style, torch.bfloat16, torch.float32, cpu)
+    check_cache_type(style, torch.bfloat16, torch.float16, gpu)
     with pytest.raises(ModelError, match="kv_cache_dtype fp8: a cache of latents is kept in 16 or 32 bits"):
-        find_scales(folder, config, "auto", None)
+        check_cache_type(style, torch.bfloat16, torch.float8_e4m3fn, gpu)
+    with pytest.raises(ModelError, match="kv_cache_dtype float32: on a GPU latents have no more bits than dtype bfl"):
+        check_cache_type(style, torch.bfloat16, torch.float32, gpu)
+    assert main(["model", "calibrate", str(folder), "--text", str(folder / "config.json"), "--device", "cpu"]) == 1
+    assert "has a cache of latents, which is not kept in 8 bits" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -185,7 +192,8 @@ def test_greedy_tokens_on_the_kernels_of_a_gpu(tmp_path: Path, monkeypatch: pyte
     """Prompts, chunks beside decodes, and decodes, all replayed."""
     from transformers import AutoModelForCausalLM
 
-    folder = make_family("deepseek-v3", tmp_path / "model", num_hidden_layers=2, num_attention_heads=3, n_group=2)
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 3, "n_group": 2}
+    folder = make_family("deepseek-v3", tmp_path / "model", **sizes)
     monkeypatch.setitem(select._MODULES, "cpu", "kernels.gpu.operations")
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
     expected = []

@@ -119,7 +119,14 @@ def test_whole_experts_on_each_rank(name: str, changes: dict[str, Any], tmp_path
 
 @pytest.mark.parametrize(
     ("name", "load_format"),
-    [("llama-yarn", "dummy"), ("gpt2", "dummy"), ("bloom", "bin"), ("phi3", "gguf"), ("mixtral", "gguf")],
+    [
+        ("llama-yarn", "dummy"),
+        ("gpt2", "dummy"),
+        ("deepseek-v2", "dummy"),
+        ("bloom", "bin"),
+        ("phi3", "gguf"),
+        ("mixtral", "gguf"),
+    ],
 )
 def test_other_sources_of_weights_are_split_alike(name: str, load_format: str, tmp_path: Path) -> None:
     """Against the whole model from the same source; a sum in two parts is off by a rounding of its terms, or few."""

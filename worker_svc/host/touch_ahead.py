@@ -29,7 +29,7 @@ class TouchAhead:
     def __init__(self, store: torch.Tensor, num_steps: Callable[[], int | None]) -> None:
         """
         Args:
-            store: [layers, 2, num_blocks, ...], memory of a `CacheEngine` on a CPU.
+            store: [layers, parts, num_blocks, ...], memory of a `CacheEngine` on a CPU.
             num_steps: how many steps have arrived so far; None while one runs.
         """
         self._store, self._num_steps = store, num_steps

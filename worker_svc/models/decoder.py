@@ -146,7 +146,7 @@ class Decoder:
         num_tokens: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `FusedLayers`."""
-        attended = residual.new_zeros(residual.shape[0], self.config.attended_size)
+        attended = residual.new_zeros(residual.shape[0], self.config.num_heads * self.config.gathered_size)
         shared = attention.shared_options()
         step = StepTensors(num_tokens, positions, attention, shared, residual, torch.empty_like(residual), attended)
         update = torch.zeros_like(residual)

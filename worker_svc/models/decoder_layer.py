@@ -52,7 +52,7 @@ class StepTensors:
     attention_options: dict[str, Any]  # `AttentionMetadata.shared_options`
     residual: torch.Tensor  # [rows, hidden]
     normed: torch.Tensor  # [rows, hidden], overwritten by each half
-    attended: torch.Tensor  # [rows, config.attended_size], overwritten by each layer
+    attended: torch.Tensor  # [rows, num_heads * config.gathered_size], overwritten by each layer
 
 
 class DecoderLayer:
@@ -149,8 +149,7 @@ class DecoderLayer:
     ) -> torch.Tensor:
         """Adds `update` to the residual; the next update, [rows, hidden]. Writes the new keys and values."""
         self.input_norm(step.normed, update, step.residual)
-        self._attend(key_cache, value_cache, step)
-        update = self.attention_out(step.attended)
+        update = self.attention_out(self._attend(key_cache, value_cache, step))
         if self.attention_post_norm:
             self.attention_post_norm(update, update)
         self.mlp_norm(step.normed, update, step.residual)
@@ -159,7 +158,8 @@ class DecoderLayer:
             self.mlp_post_norm(update, update)
         return update
 
-    def _attend(self, key_cache: torch.Tensor, value_cache: torch.Tensor, step: StepTensors) -> None:
+    def _attend(self, key_cache: torch.Tensor, value_cache: torch.Tensor, step: StepTensors) -> torch.Tensor:
+        """What heads attend to, side by side, [rows, config.attended_size]."""
         config, kernels, attention, num_tokens = self._config, self._kernels, step.attention, step.num_tokens
         query, key, value = (
             part.unflatten(1, (-1, config.head_size)) for part in self.qkv(step.normed).split(self._part_sizes, dim=1)
@@ -185,6 +185,7 @@ class DecoderLayer:
             **self._cache_scales,
             **step.attention_options,
         )
+        return step.attended
 
 
 def _take_mlp(part: ModelPart, weights: Weights, prefix: str, index: int, kernels: ModuleType) -> Layer:

@@ -74,13 +74,7 @@ class GroupedExperts:
         shares = x.new_empty(num_tokens, num_chosen, dtype=torch.float32)
         places = x.new_empty(num_tokens, num_chosen, dtype=torch.int32)
         rows, starts = x.new_empty(num_rows, dtype=torch.int64), x.new_empty(num_own + 1, dtype=torch.int32)
-        sorted_rows, of_here = (places, rows, starts), {"first_expert": self._first_expert}
-        if self._style.choice is None:
-            logits = self._router.logits(x)
-            kernels.route_experts(shares, *sorted_rows, logits, is_normalized=self._style.is_normalized, **of_here)
-        else:
-            shares, chosen = self._router.choose(x)
-            kernels.place_experts(*sorted_rows, chosen, **of_here)
+        self._router.route(shares, places, rows, starts, x=x, first_expert=self._first_expert)
         inner_bias, outer_bias = self._biases
         # Room for the rows of all experts; those that are elsewhere leave the end of it as it is.
         inner = x.new_empty(num_rows, self._inner.shape[1])

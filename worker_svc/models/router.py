@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -27,26 +28,42 @@ class Router:
 
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Shares f32[T, num_chosen] and whose they are, i64[T, num_chosen]."""
-        choice, num_chosen, logits = self._style.choice, self._style.num_chosen, self.logits(x)
-        if choice is None:
-            shares, chosen = logits.float().softmax(-1).topk(num_chosen, dim=-1)
+        num_chosen = self._style.num_chosen
+        if self._style.choice is None:
+            shares, chosen = self.logits(x).float().softmax(-1).topk(num_chosen, dim=-1)
             if self._style.is_normalized:
                 shares /= shares.sum(-1, keepdim=True)
             return shares, chosen
-        shares = logits.new_empty(len(logits), num_chosen)
-        chosen = logits.new_empty(len(logits), num_chosen, dtype=torch.int64)
-        self._kernels.choose_experts(
+        shares = x.new_empty(len(x), num_chosen, dtype=torch.float32)
+        ordered = self._scores(shares, x).sort(dim=-1, descending=True, stable=True)
+        return shares, ordered.indices[:, :num_chosen]
+
+    def route(self, shares: torch.Tensor, *sorted_rows: torch.Tensor, x: torch.Tensor, first_expert: int) -> None:
+        """Shares f32[T, num_chosen], and `places`, `rows` and `starts` of `reference.route_experts`."""
+        route = partial(self._kernels.route_experts, first_expert=first_expert)
+        if self._style.choice is None:
+            route(shares, *sorted_rows, self.logits(x), is_normalized=self._style.is_normalized)
+        else:
+            scores = self._scores(shares, x)
+            route(torch.empty_like(shares), *sorted_rows, scores, is_normalized=False)
+
+    def _scores(self, shares: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """See `reference.score_experts`."""
+        choice, logits = self._style.choice, self.logits(x)
+        assert choice is not None
+        scores = torch.empty_like(logits)
+        self._kernels.score_experts(
             shares,
-            chosen,
+            scores,
             logits,
             self._bias,
-            scores=choice.scores,
+            kind=choice.scores,
             num_groups=choice.num_groups,
             num_chosen_groups=choice.num_chosen_groups,
             is_normalized=self._style.is_normalized,
             scale=choice.scale,
         )
-        return shares, chosen
+        return scores
 
 
 def take_router(weights: Weights, prefix: str, style: DecoderStyle, hidden: int, kernels: ModuleType) -> Router:

@@ -13,7 +13,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
 
 @dataclass(frozen=True, slots=True)
 class GroupedChoice:
-    """How DeepSeek's models choose experts; see `reference.choose_experts`."""
+    """How DeepSeek's models choose experts; see `reference.score_experts`."""
 
     scores: Literal["softmax", "sigmoid"]
     is_biased: bool  # whether each expert has a number that counts in its choice, and not in its share

@@ -18,6 +18,7 @@ _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 class Card:
     """A GPU, or the interpreter in place of one."""
 
+    capability: int  # 90 is Hopper
     num_multiprocessors: int
     max_shared_bytes: int  # of one block
     is_interpreted: bool
@@ -31,7 +32,7 @@ class Card:
 def card_of(device: torch.device) -> Card:
     """Asked once a device."""
     if device.type != "cuda":
-        return Card(3, MAX_SHARED_BYTES[90], True)
+        return Card(90, 3, MAX_SHARED_BYTES[90], True)
     facts = torch.cuda.get_device_properties(device)
     shared: int = facts.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs do not list it
-    return Card(facts.multi_processor_count, shared, False)
+    return Card(10 * facts.major + facts.minor, facts.multi_processor_count, shared, False)

@@ -32,16 +32,15 @@ class LatentKind:
         """As a launch on such a card has it."""
         element_size = 4 if self.dtype == "fp32" else 2
         sizes = self.num_heads, self.latent_size, self.rotary_size, element_size
-        return latent_tiling(*sizes, MAX_SHARED_BYTES[capability])
+        return latent_tiling(*sizes, capability, MAX_SHARED_BYTES[capability])
 
     def __str__(self) -> str:
         return f"{self.dtype} {self.num_heads} heads block {self.block_size}"
 
 
 _KINDS = (
-    LatentKind(128),  # DeepSeek-V3 on one GPU
-    LatentKind(64, "fp16", block_size=64),  # on two, and Kimi-K2
-    LatentKind(16),  # on eight, and DeepSeek-V2-Lite
+    LatentKind(128),  # DeepSeek-V3 where one GPU has all heads
+    LatentKind(16),  # on eight GPUs, and DeepSeek-V2-Lite
     LatentKind(16, "fp32"),
 )
 _SUMS = ("sums", "maxima", "totals")
@@ -71,27 +70,32 @@ def _variants(kind: LatentKind, cut: LatentTiling, capabilities: list[int]) -> I
         "LATENT_TILE": padded(kind.latent_size),
         "TURNED": kind.rotary_size,
         "TURNED_TILE": padded(kind.rotary_size),
-        "ROWS": cut.rows,
+        "JOINS": cut.joins,
         "DOT_TYPE": _DOT_TYPES[kind.dtype],
     }
     of_whole = {"out": f"*{kind.dtype}", **{f"kept_{name}": "*fp32" for name in _SUMS}, "out_stride": "i32"}
-    for name, kernel, own, shape in (
-        ("whole", whole_kernel, of_whole, {}),
-        ("pieces", pieces_kernel, dict.fromkeys(_SUMS, "*fp32"), {"PROGRAMS": cut.programs}),
+    of_pieces, programs = dict.fromkeys(_SUMS, "*fp32"), {"PROGRAMS": cut.piece_programs}
+    for name, kernel, own, rows, shape in (
+        ("whole", whole_kernel, of_whole, cut.whole_rows, {}),
+        ("pieces", pieces_kernel, of_pieces, cut.piece_rows, programs),
     ):
         signature: dict[str, str] = {**own, **read}
         yield Variant(
-            f"latent_attention {name} {kind} tile {cut.rows}x{cut.key_tile} programs {cut.programs}",
+            f"latent_attention {name} {kind} {_said(cut, rows)}",
             kernel,
             signature,
-            constants | shape,
-            num_warps=cut.num_warps,
+            constants | shape | {"ROWS": rows},
+            num_warps=rows // cut.rows_of_warp,
             num_stages=cut.stages,
             max_registers=ALL_REGISTERS,
             divisible_by_16=_aligned(signature),
-            may_spill=False,
+            may_spill=kind.dtype == "fp32",  # without matrix units Ampere and Blackwell are a register or two short
             capabilities=capabilities,
         )
+
+
+def _said(cut: LatentTiling, rows: int) -> str:
+    return f"tile {rows}x{cut.key_tile} programs {cut.piece_programs}" + " joined" * cut.joins
 
 
 def _join_variant(kind: LatentKind) -> Variant:

@@ -27,7 +27,7 @@ from kernels.gpu.variant import Variant
 _ELEMENTS_OF_A_PROGRAM = 1024  # of either half of queries: of 32 in a half, 32 heads
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _turn(place, to, cos, sin, mask, HALF: tl.constexpr, ARE_PAIRS: tl.constexpr, element):  # type: ignore[no-untyped-def]
     """Turns what lies at the halves' beginnings `place`, and writes it to `to`, half by half."""
     column = element
@@ -42,7 +42,7 @@ def _turn(place, to, cos, sin, mask, HALF: tl.constexpr, ARE_PAIRS: tl.constexpr
     tl.store(to + HALF + column, (second * cos + first * sin).to(kind).to(to.dtype.element_ty), mask)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _latent_and_cache_kernel(  # type: ignore[no-untyped-def]
     turned,
     query,

@@ -7,8 +7,9 @@ Source: DeepSeek-V2, 2024 (arXiv:2405.04434); Kwon et al. 2023 (arXiv:2309.06180
 [T, num_heads, latent + turned], out [T, num_heads, latent], a token's heads contiguous.
 
 `plan_kernel` decides, once a forward pass, which sequences are split: `pieces_kernel` and `join_kernel` compute these,
-`whole_kernel` the others. All have one tiling and add up in one order, so that a token has the same bits alone, in a
-chunk and in a prompt. Nothing here reads a tensor's values, so that a graph can capture it.
+`whole_kernel` the others. Both add up in one order, so that a token has the same bits alone, in a chunk and in a prompt
+where the matrix units give a row the same sums in a tile of 16 rows as in one of 32. Nothing here reads a tensor's
+values, so that a graph can capture it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kernels.gpu.attention.work import NUM_FACTS, plan_kernel
 from kernels.gpu.latent import kinds
 from kernels.gpu.latent.card import card_of
 from kernels.gpu.latent.pieces import pieces_kernel
-from kernels.gpu.latent.tiling import ALL_REGISTERS, latent_tiling
+from kernels.gpu.latent.tiling import ALL_REGISTERS, LatentTiling, latent_tiling
 from kernels.gpu.latent.whole import whole_kernel
 from kernels.gpu.variant import Variant
 
@@ -51,8 +52,8 @@ def latent_attention(
 ) -> None:
     """See `kernels.oracles.reference_latent.latent_attention`; `shared` as for `paged_attention`.
 
-    Types: float32, float16 or bfloat16, also of the cache. Raises ValueError where a shape, stride, type or device does
-    not fit.
+    Types: float32, float16 or bfloat16, and of the cache one with no more bits. Raises ValueError where a shape,
+    stride, type or device does not fit.
     """
     _check(out, query, cache, block_tables, seq_lens, query_starts, scale)
     num_sequences, (num_tokens, num_heads, cached_size) = seq_lens.numel(), query.shape
@@ -60,7 +61,8 @@ def latent_attention(
     if not num_tokens or not num_sequences:
         return
     rotary_size, card = cached_size - latent_size, card_of(query.device)
-    cut = latent_tiling(num_heads, latent_size, rotary_size, query.element_size(), card.max_shared_bytes)
+    of_card = card.capability, card.max_shared_bytes
+    cut = latent_tiling(num_heads, latent_size, rotary_size, query.element_size(), *of_card)
     sizes = (num_sequences, max_seq_len, num_heads, latent_size, card.num_multiprocessors)
     if shared is None:
         lines = num_tokens * triton.cdiv(max_seq_len, SEGMENT)
@@ -81,8 +83,8 @@ def latent_attention(
             0,
             GROUP=num_heads,
             KEY_TILE=cut.key_tile,
-            SPLIT_ROWS=cut.rows,
-            WHOLE_ROWS=cut.rows,
+            SPLIT_ROWS=cut.piece_rows,
+            WHOLE_ROWS=cut.whole_rows,
             HAS_WINDOW=False,
         )
         shared.plans[(0,)] = plan
@@ -94,20 +96,19 @@ def latent_attention(
         "LATENT_TILE": padded(latent_size),
         "TURNED": rotary_size,
         "TURNED_TILE": padded(rotary_size),
-        "ROWS": cut.rows,
+        "JOINS": cut.joins,
         "DOT_TYPE": card.dot_type(query.dtype),
-        "num_warps": cut.num_warps,
         "num_stages": cut.stages,
         "maxnreg": ALL_REGISTERS,
     }
     lines_of = (scratch.sums, scratch.maxima, scratch.totals)
     read = (plan, query, cache, block_tables, seq_lens, query_starts, num_sequences)
     strides = (query.stride(0), cache.stride(0), block_tables.stride(0), scale * _LOG2_E)
-    programs = cut.programs * card.num_multiprocessors
     if max_query_len > 1:
-        sums = (scratch.kept_sums, scratch.kept_maxima, scratch.kept_totals)
-        whole_kernel[(programs,)](out, *sums, *read, out.stride(0), *strides, **kept)
-    pieces_kernel[(programs,)](*lines_of, *read, *strides, PROGRAMS=cut.programs, **kept)
+        sums, of_rows = (scratch.kept_sums, scratch.kept_maxima, scratch.kept_totals), _rows(cut, cut.whole_rows)
+        whole_kernel[(card.num_multiprocessors,)](out, *sums, *read, out.stride(0), *strides, **of_rows, **kept)
+    programs, of_rows = cut.piece_programs * card.num_multiprocessors, _rows(cut, cut.piece_rows)
+    pieces_kernel[(programs,)](*lines_of, *read, *strides, PROGRAMS=cut.piece_programs, **of_rows, **kept)
     num_joined = num_heads // cut.joined_heads
     join_kernel[(min(num_tokens * num_joined, _JOIN_PROGRAMS * card.num_multiprocessors),)](
         out,
@@ -130,6 +131,10 @@ def latent_attention(
     )
 
 
+def _rows(cut: LatentTiling, rows: int) -> dict[str, int]:
+    return {"ROWS": rows, "num_warps": rows // cut.rows_of_warp}
+
+
 def _check(
     out: torch.Tensor,
     query: torch.Tensor,
@@ -143,6 +148,8 @@ def _check(
         raise ValueError(f"out {tuple(out.shape)} {out.dtype} does not fit query {tuple(query.shape)} {query.dtype}")
     if cache.dim() != 4 or cache.shape[1] != 1 or cache.shape[3] != query.shape[2] or cache.dtype not in _TYPES:
         raise ValueError(f"query {tuple(query.shape)} does not fit a cache of {tuple(cache.shape)} {cache.dtype}")
+    if cache.element_size() > query.element_size():
+        raise ValueError(f"tiles of a cache of {cache.dtype} have no place beside queries of {query.dtype}")
     if not 0 < out.shape[2] < query.shape[2]:
         raise ValueError(f"latents of {out.shape[2]} are not a part of keys of {query.shape[2]}")
     if cache.stride()[2:] != (cache.shape[3], 1):

@@ -15,7 +15,7 @@ from kernels.gpu.attention.work import FIRST_LINE, OF_A_STEP, PIECE, SPLIT_END, 
 from kernels.gpu.latent.rows import attend_latents, end_of_keys
 
 
-@triton.jit(do_not_specialize=OF_A_STEP)
+@triton.jit(do_not_specialize=OF_A_STEP)  # type: ignore[untyped-decorator]  # Triton has no types
 def pieces_kernel(  # type: ignore[no-untyped-def]
     sums,
     maxima,
@@ -40,6 +40,7 @@ def pieces_kernel(  # type: ignore[no-untyped-def]
     TURNED_TILE: tl.constexpr,
     ROWS: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    JOINS: tl.constexpr,
     DOT_TYPE: tl.constexpr,
 ):
     """One program a share of tiles: unnormalised sums, maxima and totals of each piece."""
@@ -87,6 +88,7 @@ def pieces_kernel(  # type: ignore[no-untyped-def]
                         TURNED,
                         TURNED_TILE,
                         ROWS,
+                        JOINS,
                         DOT_TYPE,
                     )
                     # Read here, and below again: what waits for so long takes registers from the loop over keys.

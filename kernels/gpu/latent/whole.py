@@ -14,7 +14,7 @@ from kernels.gpu.attention.work import OF_A_STEP, WHOLE_END, sequence_of
 from kernels.gpu.latent.rows import attend_latents, end_of_keys
 
 
-@triton.jit(do_not_specialize=OF_A_STEP)
+@triton.jit(do_not_specialize=OF_A_STEP)  # type: ignore[untyped-decorator]  # Triton has no types
 def whole_kernel(  # type: ignore[no-untyped-def]
     out,
     kept_sums,
@@ -40,6 +40,7 @@ def whole_kernel(  # type: ignore[no-untyped-def]
     TURNED: tl.constexpr,
     TURNED_TILE: tl.constexpr,
     ROWS: tl.constexpr,
+    JOINS: tl.constexpr,
     DOT_TYPE: tl.constexpr,
 ):
     """Programs take tiles of rows in turn, and write `out`."""
@@ -79,6 +80,7 @@ def whole_kernel(  # type: ignore[no-untyped-def]
                     TURNED,
                     TURNED_TILE,
                     ROWS,
+                    JOINS,
                     DOT_TYPE,
                 )
                 if (span > 0) | (span < end_span - 1):

@@ -11,7 +11,7 @@ import torch
 
 from worker_svc.models.cache_scales.cache_scales import CacheScales, calibrated_path
 from worker_svc.models.cache_scales.checkpoint_scales import numbers_of, scales_of_checkpoint
-from worker_svc.models.config import ModelConfig, ModelError
+from worker_svc.models.config import ModelConfig
 
 log = structlog.get_logger()
 
@@ -20,9 +20,7 @@ _LARGEST_CODE = 0x7E  # 448, without its sign; above it is NaN
 
 
 def find_scales(folder: Path, config: ModelConfig, load_format: str, given: Path | None) -> CacheScales:
-    """`given` is a file. Raises ModelError for scales that cannot be used, and for a model that has none."""
-    if config.style.latent is not None:
-        raise ModelError("kv_cache_dtype fp8: a cache of latents is kept in 16 or 32 bits a number")
+    """`given` is a file. Raises ModelError for scales that cannot be used."""
     sizes = config.num_layers, config.num_kv_heads
     measured = calibrated_path(config.model_hash)
     if given is None and (found := scales_of_checkpoint(folder, load_format, *sizes)):

@@ -6,9 +6,12 @@ import math
 from dataclasses import replace
 from typing import Literal
 
+import torch
+
+from worker_svc.models.errors import ModelError
 from worker_svc.models.raw_config import RawConfig
 from worker_svc.models.rope import Rope
-from worker_svc.models.style import ExpertStyle, GroupedChoice, LatentStyle
+from worker_svc.models.style import DecoderStyle, ExpertStyle, GroupedChoice, LatentStyle
 
 
 def read_latent(raw: RawConfig, *, are_pairs: bool) -> LatentStyle:
@@ -23,9 +26,23 @@ def read_latent(raw: RawConfig, *, are_pairs: bool) -> LatentStyle:
     )
 
 
+def check_cache_type(
+    style: DecoderStyle, dtype: torch.dtype, cache_dtype: torch.dtype | None, device: torch.device
+) -> None:
+    """Raises ModelError where latents cannot be kept in a type: 8 bits, or, on a GPU, more than the model's `dtype`
+    has, for which its tiles have no place. None: the model's."""
+    if style.latent is None or cache_dtype is None:
+        return
+    if cache_dtype.itemsize == 1:
+        raise ModelError("kv_cache_dtype fp8: a cache of latents is kept in 16 or 32 bits a number")
+    if device.type == "cuda" and cache_dtype.itemsize > dtype.itemsize:
+        said, most = (str(each).removeprefix("torch.") for each in (cache_dtype, dtype))
+        raise ModelError(f"kv_cache_dtype {said}: on a GPU latents have no more bits than dtype {most}")
+
+
 def latent_scale(raw: RawConfig, latent: LatentStyle, rope: Rope) -> float:
     """Of logits: a stretched rotation makes attention sharper by the square of `mscale_all_dim`'s logarithm."""
-    scale = latent.query_size**-0.5
+    scale = 1.0 / math.sqrt(latent.query_size)
     stretch = (raw.part("rope_parameters") or raw.part("rope_scaling")).number("mscale_all_dim", 0.0)
     if rope.kind != "default" and stretch and rope.factor > 1:
         scale *= (0.1 * stretch * math.log(rope.factor) + 1.0) ** 2

@@ -12,6 +12,7 @@ applied to what they add up. docs/latent-attention.md says what that costs, in d
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -54,9 +55,8 @@ class LatentLayer(DecoderLayer):
         rows = [rows_of_heads(size)]
         both = weights.take_parts([up], [config.num_heads * size], latent.latent_size, rows=rows)
         keys, values = both.view(-1, size, latent.latent_size).split([latent.plain_size, latent.value_size], dim=1)
-        form = {"is_batch_invariant": weights.is_batch_invariant, "memory": weights.memory}
-        self._into_latent = head_products(keys.transpose(1, 2).contiguous(), **form)
-        self._out_of_latent = head_products(values.contiguous(), **form)
+        form = partial(head_products, is_batch_invariant=weights.is_batch_invariant, memory=weights.memory)
+        self._into_latent, self._out_of_latent = form(keys.transpose(1, 2).contiguous()), form(values.contiguous())
 
     @property
     def _of_heads(self) -> Sequence[HasWeight]:
@@ -70,7 +70,7 @@ class LatentLayer(DecoderLayer):
         ]
         return [each for each in parts if each is not None]
 
-    def _attend(self, key_cache: torch.Tensor, value_cache: torch.Tensor, step: StepTensors) -> None:
+    def _attend(self, key_cache: torch.Tensor, value_cache: torch.Tensor, step: StepTensors) -> torch.Tensor:
         latent, kernels, attention, num_tokens = self._latent, self._kernels, step.attention, step.num_tokens
         narrow = step.normed
         if self._query_down is not None and self._query_norm is not None:
@@ -96,8 +96,7 @@ class LatentLayer(DecoderLayer):
             norm_eps=self._config.style.norm_eps,
             are_pairs=latent.are_pairs,
         )
-        gathered = plain.new_empty(len(plain), heads, latent.latent_size)
-        gathered[num_tokens:] = 0  # of rows that are padding
+        gathered = step.attended.view(-1, heads, latent.latent_size)
         kernels.latent_attention(
             gathered,
             query,
@@ -110,4 +109,6 @@ class LatentLayer(DecoderLayer):
             max_seq_len=attention.max_seq_len,
             **step.attention_options,
         )
-        self._out_of_latent(step.attended.view(-1, heads, latent.value_size), gathered)
+        values = step.normed.new_empty(len(plain), heads * latent.value_size)
+        self._out_of_latent(values.view(-1, heads, latent.value_size), gathered)
+        return values
