@@ -62,8 +62,17 @@ def take_linear(
             weights.ignore(f"{name}.bias")
         return found
     if has_quantized:
-        own = {"is_biased": is_biased, "num_turns": num_turns, "is_exact": is_exact}
-        return take_quantized(weights, names, sizes, in_features, outputs, inputs, **own)
+        return take_quantized(
+            weights,
+            names,
+            sizes,
+            in_features,
+            outputs,
+            inputs,
+            is_biased=is_biased,
+            num_turns=num_turns,
+            is_exact=is_exact,
+        )
     whole = [sum(sizes)] if len(names) == 1 else sizes
     rows = stored_rows(sizes, outputs, num_turns, is_fused=len(names) == 1)
     stored = [f"{name}.weight" for name in names]

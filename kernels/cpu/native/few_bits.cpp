@@ -58,22 +58,23 @@ void tile(const Records &records, const RecordLayout &layout, const PanelWork &w
           const float *s, i64 s_stride, float *c, i64 c_stride, i64 ahead, float *out) {
     const Codes codes(records);
     const char *x = work.x + first * 4;
-    const i64 x_stride = work.x_stride, step_bytes = layout.bytes_of(STEP);
+    const i64 x_stride = work.x_stride, bytes_at_once = layout.bytes_of(Codes::INPUTS_AT_ONCE);
     F sums[ROWS][VECTORS];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 3
         for (int v = 0; v < VECTORS; v++) sums[r][v] = load(s + r * s_stride + v * LANES);
     Cursor at(layout, work.weight, first);
+    const char *soon = at.codes + ahead;  // goes on without gaps, over heads and lines of records, too
     for (i64 k = 0; k < depth; k += Codes::INPUTS_AT_ONCE, at.advance(Codes::INPUTS_AT_ONCE)) {
         F scales[VECTORS], offsets[VECTORS];
         read_line<HAS_OFFSET>(records, at.record, at.line, 0, scales, offsets);
+        for (i64 i = 0; i < bytes_at_once; i += CACHE_LINE, soon += CACHE_LINE) {
+            if (WRITES) prefetch_second_level(soon);
+            else prefetch(soon);
+        }
         const char *step = at.codes;
         for (int j = 0; j < Codes::INPUTS_AT_ONCE / STEP; j++, step += layout.step, x += STEP * 4) {
-            for (i64 i = 0; i < step_bytes; i += CACHE_LINE) {
-                if (WRITES) prefetch_second_level(step + ahead + i);
-                else prefetch(step + ahead + i);
-            }
             auto multiply = [&](int i, int v) INLINED {
                 F numbers = codes.read(step, i, v);
                 F weight = HAS_OFFSET ? fma(scales[v], numbers, offsets[v]) : scales[v] * numbers;

@@ -52,7 +52,7 @@ class Product:
     ) -> None:
         """`sizes`: outputs and inputs; the outputs of the product `behind` follow."""
         num_out, self.in_features = sizes
-        self.out_features = num_out + (0 if behind is None else behind.out_features)
+        self.out_features: int = num_out + (0 if behind is None else behind.out_features)
         self._kept = weight, scale, bias, order
         self._records, self._behind = records, behind
         self.weight_bytes = sum(tensor.nbytes for tensor in self._kept if tensor is not None)
@@ -63,7 +63,7 @@ class Product:
         self._kind = kind
         of_behind = 0 if behind is None else ctypes.addressof(behind._passed)
         self.record = (kind, of_weight, of_scale, of_bias, self.in_features, num_out, *format_, of_order, of_behind)
-        self._passed = _RECORD(*self.record)
+        self._passed: Any = _RECORD(*self.record)
 
     @classmethod
     def of_floats(cls, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int, in_features: int) -> Product:
@@ -134,18 +134,18 @@ class Product:
         joined = last
         for one in reversed(others):
             weight, scale, bias, order = one._kept
-            sizes, numbers = (one.out_features, one.in_features), {"records": one._records, "order": order}
-            joined = cls(one._kind, weight, scale, bias, *sizes, **numbers, behind=joined)
+            sizes, records = (one.out_features, one.in_features), one._records
+            joined = cls(one._kind, weight, scale, bias, *sizes, records=records, order=order, behind=joined)
         return joined
 
     def _fits(self, other: Product) -> bool:
-        orders = self._kept[3], other._kept[3]
+        mine, its = self._kept[3], other._kept[3]
         return (
             self.in_features == other.in_features
             and (self._kind in _OF_ROUNDED_ROWS) == (other._kind in _OF_ROUNDED_ROWS)
             and _PAIRS not in (self._kind, other._kind)
             and self._behind is None
-            and (orders[0] is orders[1] or (None not in orders and torch.equal(*orders)))
+            and (mine is its or (mine is not None and its is not None and torch.equal(mine, its)))
         )
 
     def compiled(self, in_features: int) -> Product:

@@ -163,7 +163,8 @@ def _in_words(kind: Codes, codes: torch.Tensor) -> torch.Tensor:
         words = torch.cat([(low[:, ::2] | low[:, 1::2] << 4).unflatten(1, (-1, 8)), high], dim=2)
         return words.flatten(1).view(torch.int32)
     if kind is Codes.QUADS:
-        return (codes ^ 0x80).unflatten(1, (-1, 8))[:, :, QUAD_ORDER].flatten(1).view(torch.int32)
+        quads: torch.Tensor = (codes ^ 0x80).unflatten(1, (-1, 8))[:, :, QUAD_ORDER].flatten(1).view(torch.int32)
+        return quads
     if kind.bits == 4:
         return (codes[:, ::2] | codes[:, 1::2] << 4).contiguous().view(torch.int32)  # 8 inputs a word
     return codes
