@@ -138,7 +138,10 @@ class LiveFeed:
 
 
 async def _is_set(event: asyncio.Event, within_s: float) -> bool:
+    """Not by `wait_for`: in Python 3.11 a cancellation that comes as the event is set is lost there, and whoever was to
+    stop looks on for ever."""
     try:
-        return await asyncio.wait_for(event.wait(), within_s)
+        async with asyncio.timeout(within_s):
+            return await event.wait()
     except TimeoutError:
         return False

@@ -193,3 +193,19 @@ def test_a_frame_has_blocks_tables_and_states_and_nobody_s_text() -> None:
     assert (shown["workers"][1]["state"], shown["workers"][1]["pools"]) == ("lost", [])
     assert shown["requests"][0]["state"] == "swapped" and shown["requests"][0]["sequences"][0]["table"] == [0, 2]
     assert "secret" not in json.dumps(shown)
+
+
+@pytest.mark.parametrize("num_turns", range(5))
+async def test_who_is_to_stop_as_a_step_comes_stops(num_turns: int) -> None:
+    """Or two would look on for one feed, and every second frame were of another count of copies."""
+    stepped = asyncio.Event()
+    waiting = asyncio.create_task(live_feed._is_set(stepped, 60.0))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    stepped.set()
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    if waiting.cancel():  # it has not ended yet
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    assert waiting.done()

@@ -115,6 +115,14 @@ def is_done(page: Page) -> None:
     page.expect("document.querySelector('#stop').disabled && document.querySelector('#answers').children.length")
 
 
+def looks_for(page: Page, name: str, condition: str) -> None:
+    """`window.NAME` is true from the first frame on that is drawn so, however short it stands."""
+    page.evaluate(
+        f"new MutationObserver(() => {{ window.{name} ||= Boolean({condition}); }})"
+        ".observe(document.body, { subtree: true, childList: true, attributes: true, characterData: true })"
+    )
+
+
 def asks(page: Page, **fields: Any) -> None:
     page.evaluate("document.querySelector('[name=ignore_eos]').checked = true")  # whatever is drawn
     for name, value in {"seed": 1, **fields}.items():
@@ -166,9 +174,10 @@ def test_requests_share_the_blocks_of_one_prompt(page: Page) -> None:
 
 
 def test_outputs_of_one_request_fork_and_copy_what_they_write(page: Page) -> None:
-    asks(page, prompt="hello", n=8, max_tokens=450, copies=4)  # which wait for blocks, and so are there to be seen
-    page.expect("document.querySelector('#requests .note')?.textContent.includes('forked, 8 outputs')")
-    page.expect("document.querySelector('#workers .block.copied')")
+    looks_for(page, "forked", "document.querySelector('#requests .note')?.textContent.includes('forked, 8 outputs')")
+    looks_for(page, "copied", "document.querySelector('#workers .block.copied')")
+    asks(page, prompt="hello", n=8, max_tokens=450)
+    page.expect("window.forked && window.copied")
     page.expect("document.querySelector('#events')?.textContent.includes('before it was written')")
     page.click("#stop")
     page.expect("!document.querySelector('#workers .block.copied')")  # a mark goes, also where nothing more happens
@@ -181,8 +190,9 @@ def test_a_cache_that_is_made_too_small_preempts_and_all_answers_come(page: Page
     withheld = NUM_BLOCKS - LEAST_BLOCKS
     page.expect(f"document.querySelectorAll('#workers .block.withheld').length === {withheld}")
     assert f"{withheld} withheld" in page.evaluate("document.querySelector('.map').getAttribute('aria-label')")
+    looks_for(page, "away", "document.querySelector('#requests .state.preempted, #requests .state.swapped')")
     asks(page, prompt=LONG, copies=5, max_tokens=280)
-    page.expect("document.querySelector('#requests .state.preempted, #requests .state.swapped')")
+    page.expect("window.away")
     page.expect("document.querySelector('#events').textContent.includes('was preempted')")
     is_done(page)
     assert "tokens in" in text(page, "#request-status")
