@@ -135,8 +135,11 @@ def attend_tiles(  # type: ignore[no-untyped-def]
                 visible = visible & (places[None, :] > positions[:, None] - window)
             masked = tl.where(visible, logits, float("-inf"))
         # No instruction comes of it, but that Triton sees one product follow the other. Past a branch it does not: it
-        # would share the keys of a tile out to warps, and each tile's weights would pass through shared memory.
-        logits = tl.where(is_partial, masked, logits)
+        # shares the keys of a tile out to warps, and each tile's weights pass through shared memory. For large heads
+        # that is better: a tile has rows for half of the warps only, and the others would do the same again.
+        if HEAD_TILE <= 128:
+            masked = tl.where(is_partial, masked, logits)
+        logits = masked
 
         new_m = tl.maximum(m, tl.max(logits, 1) * factor)
         # Of a row that has seen nothing yet any finite number, so that no infinity is taken from itself.

@@ -51,9 +51,8 @@ def tiling(head_size: int, element_size: int, group: int, capability: int, max_s
     from_registers = not 90 <= capability < 120
     is_large = not from_registers and max_shared_bytes >= _LARGE_SHARED_BYTES
     if head_tile > 128:
-        key_tile = 32 if is_large else 16
-        sizes = (key_tile, 64, 8, decode_rows, decode_rows // 8, 3, 1, 1)
-        return Tiling(*sizes, sums_are_products=from_registers)
+        # Both kernels' tiles have one shape, and so one order of sums.
+        return Tiling(32 if is_large else 16, 64, 8, decode_rows, decode_rows // 8, 3, 1, 1)
     key_tile = 64 if is_large or head_tile <= 64 else 32
     joins = capability < 100 or (from_registers and head_tile <= 64)
     sizes = (key_tile, 128, 8, decode_rows, decode_rows // 16, 3, 2, 1)
