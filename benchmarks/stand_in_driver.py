@@ -97,7 +97,7 @@ class _Operators(TorchDispatchMode):
         return result
 
 
-class _CountedKernel(CompiledKernel):
+class _CountedKernel(CompiledKernel):  # type: ignore[misc]  # Triton has no types
     """In place of a compiled kernel, which is launched as one is."""
 
     def __init__(self, launches: Launches, name: str, zeroes_first: bool) -> None:

@@ -37,8 +37,9 @@ class Launch:
         self._compiled: Callable[..., None] | None = None
         self._rest: list[Any] = []
 
-    def __call__(self, *tensors: torch.Tensor | None) -> None:
-        """Tensors in the order of the kernel's parameters."""
+    def __call__(self, *tensors: torch.Tensor | float | None) -> None:
+        """Tensors in the order of the kernel's parameters; a float may be among them, for whose value no kernel is
+        compiled."""
         if self._compiled is not None:
             self._compiled(*tensors, *self._rest)
         elif not self._is_empty:

@@ -91,7 +91,7 @@ def paged_attention(
     plan = shared.plans.get(bound.of_plan)
     if plan is None:
         num_multiprocessors = _gpu(query.device).num_multiprocessors
-        _check_scratch(scratch, len(seq_lens), max_seq_len, *query.shape[1:], num_multiprocessors)
+        _check_scratch(scratch, len(seq_lens), max_seq_len, query.shape[1], query.shape[2], num_multiprocessors)
         plan = shared.plans[bound.of_plan] = _plan(scratch, seq_lens, query_starts, num_multiprocessors, *bound.of_plan)
     lines = (scratch.sums, scratch.maxima, scratch.totals)
     kept_lines = (scratch.kept_sums, scratch.kept_maxima, scratch.kept_totals)

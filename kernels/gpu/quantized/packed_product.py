@@ -21,12 +21,14 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous, check_rows
+from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.matmul import add_segments
 from kernels.gpu.products import tile_of_program
 from kernels.gpu.quantized.group_sums import group_sums
 from kernels.gpu.quantized.packed_codes import TILE, WIDTH, PackedCodes, chunk_of
 from kernels.gpu.quantized.segments import MOST_ROWS, Cut, chunks_of_segment
 from kernels.gpu.quantized.unpacking import packed_sum
+from kernels.gpu.tiles import cdiv
 from kernels.gpu.variant import Variant
 from kernels.quantized_weight import Numbers
 
@@ -108,44 +110,58 @@ def stages_of(dtype: torch.dtype) -> int:
 
 def packed_product(out: torch.Tensor, x: torch.Tensor, weight: PackedCodes, bias: torch.Tensor | None = None) -> None:
     """See the top of this file. Raises ValueError for tensors that do not fit."""
-    count, size = x.shape
-    num_outputs = weight.out_features
+    scales = weight.scale, weight.scale_factor
+    of_weight = weight.words, weight.high, *scales, weight.zero, weight.offset, weight.offset_factor
+    shape = weight.out_features, weight.in_features
+    cut, launch = _bound((out, x, *of_weight, bias), *shape, weight.numbers, weight.group)
+    if not len(x):
+        return
+    parts = cut.parts(out)
+    sums = None if weight.offset is None else group_sums(x, weight.group, weight.offset.shape[0], MOST_ROWS)
+    launch(parts, x, *of_weight, sums, bias)
+    if cut.is_split:
+        add_segments(out, parts, bias)
+
+
+@once_a_layout
+def _bound(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    words: torch.Tensor,
+    high: torch.Tensor | None,
+    scale: torch.Tensor,
+    scale_factor: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    offset_factor: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    num_outputs: int,
+    size: int,
+    numbers: Numbers,
+    group: int,
+) -> tuple[Cut, Launch]:
+    count, num_chunks = len(x), len(words)
     check_rows("packed_product", x=x)
     check_rows("packed_product", out=out)
-    if size != weight.in_features or out.shape != (count, num_outputs) or out.dtype != x.dtype:
+    if x.shape[1] != size or out.shape != (count, num_outputs) or out.dtype != x.dtype:
         raise ValueError(
             f"packed_product: {tuple(x.shape)} {x.dtype} to {tuple(out.shape)} {out.dtype} with a weight "
-            f"{(num_outputs, weight.in_features)}"
+            f"{(num_outputs, size)}"
         )
     if bias is not None:
         check_contiguous("packed_product", "bias", bias, (num_outputs,), x)
-    if not count:
-        return
-    cut = Cut.of(count, num_outputs, weight.num_chunks)
-    parts = cut.parts(out)
-    sums = None if weight.offset is None else group_sums(x, weight.group, weight.offset.shape[0], MOST_ROWS)
-    _packed_product_kernel[cut.grid](
-        parts,
-        x,
-        weight.words,
-        weight.high,
-        weight.scale,
-        weight.scale_factor,
-        weight.zero,
-        weight.offset,
-        weight.offset_factor,
-        sums,
-        bias,
-        count,
-        parts.stride(0),
-        x.stride(0),
-        0 if sums is None else sums.stride(0),
+    cut = Cut.of(count, num_outputs, num_chunks)
+    sums_stride = 0 if offset is None else cdiv(count, MOST_ROWS) * MOST_ROWS
+    launch = Launch(
+        _packed_product_kernel,
+        cut.grid,
+        (count, num_outputs if cut.is_split else out.stride(0), x.stride(0), sums_stride),
         OUTPUTS=num_outputs,
         SIZE=size,
-        NUMBERS=weight.numbers.value,
+        NUMBERS=numbers.value,
         WIDTH=WIDTH,
-        GROUP_SIZE=weight.group,
-        CHUNKS=weight.num_chunks,
+        GROUP_SIZE=group,
+        CHUNKS=num_chunks,
         CHUNKS_OF_SEGMENT=cut.segment,
         BLOCK_N=TILE,
         BLOCK_M=cut.block_m,
@@ -153,8 +169,7 @@ def packed_product(out: torch.Tensor, x: torch.Tensor, weight: PackedCodes, bias
         num_stages=stages_of(x.dtype),
         maxnreg=most_registers(cut.block_m),
     )
-    if cut.is_split:
-        add_segments(out, parts, bias)
+    return cut, launch
 
 
 def variants() -> Iterator[Variant]:

@@ -21,10 +21,12 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous, check_rows
+from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.products import tile_of_program
 from kernels.gpu.quantized.packed_codes import TILE
 from kernels.gpu.quantized.rounded_rows import GROUP, fits, rounded_rows
 from kernels.gpu.quantized.segments import MOST_ROWS, Cut, chunks_of_segment
+from kernels.gpu.tiles import cdiv
 from kernels.gpu.variant import Variant
 from kernels.quantized_weight import Inputs, Numbers, QuantizedWeight
 
@@ -163,64 +165,80 @@ class RoundedCodes:
 def rounded_product(out: torch.Tensor, x: torch.Tensor, weight: RoundedCodes, bias: torch.Tensor | None = None) -> None:
     """See the top of this file; x [T, K] float32, float16 or bfloat16, rounded here. Raises ValueError for tensors that
     do not fit."""
-    count, size = x.shape
-    num_outputs, num_chunks = weight.out_features, weight.weight.shape[0]
-    check_rows("rounded_product", x=x)
-    check_rows("rounded_product", out=out)
-    if size != weight.in_features or out.shape != (count, num_outputs) or out.dtype != x.dtype:
-        raise ValueError(
-            f"rounded_product: {tuple(x.shape)} {x.dtype} to {tuple(out.shape)} {out.dtype} with a weight "
-            f"{(num_outputs, weight.in_features)}"
-        )
-    if bias is not None:
-        check_contiguous("rounded_product", "bias", bias, (num_outputs,), x)
-    if not count:
+    tensors = out, x, weight.weight, weight.scale, bias
+    bound = _bound(tensors, weight.out_features, weight.in_features, weight.is_by_group, weight.row_scale is not None)
+    if not len(x):
         return
     codes, row_scale = rounded_rows(
         x,
         weight.weight.dtype,
-        num_chunks * CHUNK,
+        len(weight.weight) * CHUNK,
         group=GROUP if weight.is_by_group else 0,
         scale=weight.row_scale,
         zero=weight.row_zero,
         multiple=MOST_ROWS,
     )
+    parts = bound.cut.parts(out)
+    bound.product(parts, codes, weight.weight, row_scale, weight.scale, bias)
+    if bound.cut.is_split:
+        bound.add_segments(out, parts, row_scale, weight.scale, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launches:
+    cut: Cut
+    product: Launch
+    add_segments: Launch
+
+
+@once_a_layout
+def _bound(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    num_outputs: int,
+    size: int,
+    is_by_group: bool,
+    is_given: bool,
+) -> _Launches:
+    """`is_given`: whether rows' scale is that of all, and in `scale`."""
+    count, num_chunks = len(x), len(weight)
+    check_rows("rounded_product", x=x)
+    check_rows("rounded_product", out=out)
+    if x.shape[1] != size or out.shape != (count, num_outputs) or out.dtype != x.dtype:
+        raise ValueError(
+            f"rounded_product: {tuple(x.shape)} {x.dtype} to {tuple(out.shape)} {out.dtype} with a weight "
+            f"{(num_outputs, size)}"
+        )
+    if bias is not None:
+        check_contiguous("rounded_product", "bias", bias, (num_outputs,), x)
     cut = Cut.of(count, num_outputs, num_chunks)
-    parts = cut.parts(out)
-    _rounded_product_kernel[cut.grid](
-        parts,
-        codes,
-        weight.weight,
-        row_scale,
-        weight.scale,
-        bias,
-        count,
-        parts.stride(0),
-        0 if row_scale is None else row_scale.stride(0),
+    product = Launch(
+        _rounded_product_kernel,
+        cut.grid,
+        (count, num_outputs if cut.is_split else out.stride(0), 0 if is_given else cdiv(count, MOST_ROWS) * MOST_ROWS),
         OUTPUTS=num_outputs,
         CHUNKS=num_chunks,
         CHUNKS_OF_SEGMENT=cut.segment,
         CHUNK=CHUNK,
         BLOCK_N=TILE,
         BLOCK_M=cut.block_m,
-        IS_BY_GROUP=weight.is_by_group,
+        IS_BY_GROUP=is_by_group,
         IS_SPLIT=cut.is_split,
         num_stages=_NUM_STAGES,
     )
-    if cut.is_split:
-        _add_segments_kernel[(count, triton.cdiv(num_outputs, _SUMMED_ELEMENTS))](
-            out,
-            parts,
-            row_scale,
-            weight.scale,
-            bias,
-            count,
-            out.stride(0),
-            OUTPUTS=num_outputs,
-            SEGMENTS=cut.num_segments,
-            BLOCK=_SUMMED_ELEMENTS,
-            IS_BY_GROUP=weight.is_by_group,
-        )
+    add_segments = Launch(
+        _add_segments_kernel,
+        (count, cdiv(num_outputs, _SUMMED_ELEMENTS)),
+        (count, out.stride(0)),
+        OUTPUTS=num_outputs,
+        SEGMENTS=cut.num_segments,
+        BLOCK=_SUMMED_ELEMENTS,
+        IS_BY_GROUP=is_by_group,
+    )
+    return _Launches(cut, product, add_segments)
 
 
 def round_codes(weight: QuantizedWeight) -> RoundedCodes | None:

@@ -19,7 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.tiles import MAX_ROW
+from kernels.gpu.launch import Launch, once_a_layout
+from kernels.gpu.tiles import MAX_ROW, cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
 
 GROUP = 128  # inputs that share a scale where not all of a row do
@@ -87,31 +88,36 @@ def rounded_rows(
     """Codes and scales; see the top of this file. `padded`: K rounded up; `group`: 0 for whole rows, of 32,768 elements
     at most, or 128; `scale` of all rows, where there are no others, and `zero`; `multiple`: what rows' scales are
     rounded up to. Inputs past the end have the code of the number 0."""
+    is_given = scale is not None
+    launch, shape_of_scales = _bound((x,), dtype, padded, group, is_given, zero != 0, multiple)
+    codes = x.new_empty((len(x), padded), dtype=dtype)
+    scales = None if is_given else x.new_empty(shape_of_scales, dtype=torch.float32)
+    launch(codes, scales, x, 0.0 if scale is None else scale, float(zero))
+    return codes, scales
+
+
+@once_a_layout
+def _bound(
+    x: torch.Tensor, dtype: torch.dtype, padded: int, group: int, is_given: bool, has_zero: bool, multiple: int
+) -> tuple[Launch, tuple[int, int]]:
+    """And the shape of the scales."""
     count, size = x.shape
-    codes = x.new_empty((count, padded), dtype=dtype)
-    block = group or triton.next_power_of_2(padded)
-    groups = _GROUPS if group else 1
-    num_groups = triton.cdiv(padded, block)
-    width = triton.cdiv(count, multiple) * multiple
-    scales = x.new_empty((num_groups, width), dtype=torch.float32) if scale is None else None
-    _rounded_rows_kernel[(count, triton.cdiv(num_groups, groups))](
-        codes,
-        scales,
-        x,
-        0.0 if scale is None else scale,
-        float(zero),
-        width,
-        x.stride(0),
+    block, groups = group or next_power_of_2(padded), _GROUPS if group else 1
+    num_groups, width = cdiv(padded, block), cdiv(count, multiple) * multiple
+    launch = Launch(
+        _rounded_rows_kernel,
+        (count, cdiv(num_groups, groups)),
+        (width, x.stride(0)),
         SIZE=size,
         PADDED=padded,
         GROUPS=groups,
         BLOCK=block,
         LARGEST=_LARGEST[dtype],
-        IS_GIVEN=scale is not None,
-        HAS_ZERO=zero != 0,
+        IS_GIVEN=is_given,
+        HAS_ZERO=has_zero,
         num_warps=_num_warps(groups * block),
     )
-    return codes, scales
+    return launch, (num_groups, width)
 
 
 def fits(size: int) -> bool:
