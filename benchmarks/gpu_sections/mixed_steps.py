@@ -6,6 +6,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks import shapes
 from benchmarks.gpu_sections.bare_worker import BareWorker
@@ -24,7 +25,7 @@ def run(report: Report, earlier: Sequence[Figure], is_dry_run: bool) -> None:
     batch, context, chunks = (3, 40, (4, 8)) if is_dry_run else (_BATCH, _CONTEXT, _CHUNKS)
     dtype, device = ("float32", "cpu") if is_dry_run else ("bfloat16", "cuda")
     num_steps, profiled = (3, 2) if is_dry_run else (_STEPS, _PROFILED_STEPS)
-    options = {"kv_cache_memory": 0.05, "swap_space": 0.01} if is_dry_run else {}
+    options: dict[str, Any] = {"kv_cache_memory": 0.05, "swap_space": 0.01} if is_dry_run else {}
     with tempfile.TemporaryDirectory() as folder:
         shapes.write_model(Path(folder), shapes.QWEN3_0_6B, dtype, is_tiny=is_dry_run)
         sizes = {"max_num_seqs": batch + 2 * len(chunks), "max_num_batched_tokens": 2048 if not is_dry_run else 64}
