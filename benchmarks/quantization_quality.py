@@ -12,6 +12,8 @@ SmolLM2-135M was quantised to four bits once, and int4 keeps such weights as the
 the same is measured of a model whose numbers of four bits are spread over what may have been rounded to them: uniform
 within half a step to both sides. It is a worse model than the one that was quantised, but its weights need all their
 bits.
+
+`--gguf FILE` measures a file that has few bits itself: rows as they are, and rounded (int8), by the same weights.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measures what weights of few bits cost in quality.")
     parser.add_argument("--model", default="smollm2-135m-instruct", help="name or folder (default: %(default)s)")
     parser.add_argument("--text", type=Path, nargs="+", default=TEXTS, metavar="FILE")
-    parser.add_argument("--weights", choices=list(QUANTIZATIONS), nargs="+", default=list(QUANTIZATIONS))
+    parser.add_argument("--weights", choices=list(QUANTIZATIONS), nargs="*", default=list(QUANTIZATIONS))
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="of few bits: also with rows as they are and rounded")
     parser.add_argument("--no-results", action="store_true", help="print only")
     arguments = parser.parse_args()
     facts, rows = machine.describe(), []
@@ -62,6 +65,8 @@ def main() -> int:
             if kind == "spread":
                 model = spread(model, Path(folder) / "spread")
             rows += measure(model, kind, QUANTIZATIONS[kind], arguments.text)
+    if arguments.gguf:
+        rows += measure(arguments.gguf, arguments.gguf.name, ["int8"], arguments.text)
     _print(rows)
     if not arguments.no_results:
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
