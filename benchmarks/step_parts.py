@@ -1,8 +1,8 @@
 """Where the time of a whole decode step of one request goes: the pass by kind of work, and what lies around it.
 
-The pass is the one that a worker makes. Threads of the CPU kernels add up what they spend on products, on attention, on
-the other rows, and waiting for each other at the end of a phase; a pass's part is the mean over them. The step comes
-from `LLM`, in which a scheduler's process and a worker generate for one request of a short prompt.
+The pass is the one that a worker makes. The thread that calls the CPU kernels adds up what it spends in them on
+products, on attention, on the other rows, and waiting for the others at the end of a phase. The step comes from `LLM`,
+in which a scheduler's process and a worker generate for one request of a short prompt.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PassParts:
     products_ms: float
     attention_ms: float
     waiting_ms: float
-    phases: float  # that all threads go through together
+    phases: float  # that threads go through together
     weights_bytes: int  # of layers and head
     read_gb_per_s: float  # the best of before and after
 
@@ -57,7 +57,7 @@ def of_pass(run: Callable[[], Any], weights_bytes: int, num_threads: int, num_pa
             spent[:] = 0
             started_ns = time.perf_counter_ns()
             run()
-            passes.append((time.perf_counter_ns() - started_ns, *(spent / num_threads)))
+            passes.append((time.perf_counter_ns() - started_ns, *spent))
     finally:
         library().time_work(None)
     means = np.mean(sorted(passes)[: max(num_passes // 4, 1)], axis=0)

@@ -38,15 +38,13 @@ struct {
     i64 counters_bytes;
     int threads, phases;
 } pool;
-i64 *spent_by_all;  // where somebody asks
+i64 *spent_by_caller;  // where somebody asks
 
 // A thread's part in some work.
 void take_part(Team team, void (*body)(Team &, void *), void *argument) {
-    i64 spent[NUM_WORKS] = {}, *total = spent_by_all;
-    team.spent = total ? spent : 0;
+    team.spent = team.thread == 0 ? spent_by_caller : 0;
     body(team, argument);
     release_tiles();
-    for (int work = 0; total && work < NUM_WORKS; work++) __atomic_add_fetch(total + work, spent[work], __ATOMIC_SEQ_CST);
 }
 
 void look_away() {
@@ -152,8 +150,8 @@ i64 now_ns() {
     return now.tv_sec * 1000000000ll + now.tv_nsec;
 }
 
-// From now on what threads spend is added to `spent`, an i64 each of `Work`; 0: no more. Not while there is work.
-EXPORT void octavo_time_work(i64 *spent) { spent_by_all = spent; }
+// From now on what a calling thread spends is added to `spent`, an i64 each of `Work`; 0: no more. For one caller.
+EXPORT void octavo_time_work(i64 *spent) { spent_by_caller = spent; }
 
 void wake(int32_t *counter) { wake_kinds(counter, EVERY_KIND); }
 

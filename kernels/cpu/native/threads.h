@@ -19,10 +19,10 @@ struct Team {
     int thread, threads, phases;
     int phase;   // which comes next
     int work;    // what the next phases are, of `Work`
-    i64 *spent;  // by work, nanoseconds of this thread; 0 where nobody asks
+    i64 *spent;  // by work, nanoseconds; only of the calling thread, and 0 where nobody asks
 };
 
-// What threads spend their time on, for `octavo_time_work`; the last counts phases in which there was something to do.
+// What a thread spends its time on, for `octavo_time_work`; the last counts phases in which there was something to do.
 enum Work { ON_ROWS, ON_PRODUCTS, ON_ATTENTION, WAITING, PHASES, NUM_WORKS };
 i64 now_ns();
 
