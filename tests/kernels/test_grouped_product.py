@@ -10,6 +10,7 @@ import torch
 from kernels.gpu.operations import grouped_quantized_matmul
 from kernels.gpu.quantized import grouped_product
 from kernels.gpu.quantized.packed_codes import PackedCodes, pack_codes, stacked
+from kernels.gpu.quantized.segments import block_m_of
 from kernels.oracles import reference
 from kernels.quantized_weight import QuantizedWeight
 from tests.kernels.device import DEVICE
@@ -71,7 +72,7 @@ def test_a_row_is_the_same_in_any_company() -> None:
 def test_tiles_follow_from_all_experts_where_others_are_elsewhere() -> None:
     """Of 40 rows for 8 experts two are here: 5 rows an expert, whatever has room."""
     packed, _ = experts(BY_NAME["AWQ"], 2, 5, 40)
-    with mock.patch.object(grouped_product, "block_m_of", wraps=grouped_product.block_m_of) as chosen:
+    with mock.patch.object(grouped_product, "block_m_of", wraps=block_m_of) as chosen:
         grouped_quantized_matmul(normal(40, 5), normal(40, 40), packed, starts_of([4, 6]), of_experts=8)
         grouped_quantized_matmul(normal(40, 5), normal(40, 40), packed, starts_of([18, 22]))
     assert chosen.call_args_list == [mock.call(5), mock.call(20)]

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from octavo.shared.cores import allowed_cores
 from protos import worker_pb2
 from tests.worker.fake_model import FakeModel, decode, fake_config, next_token, prefill, tokens_of
 from tests.worker.replayed_graphs import ReplayedGraphs
-from worker_svc.cache.cache_sizing import size_cache
+from worker_svc.cache.cache_sizing import CacheSizes, size_cache
 from worker_svc.config import WorkerConfig
 from worker_svc.host.graph_backend import GraphBackend
 from worker_svc.host.memory import GIB
@@ -164,16 +165,22 @@ def test_attentions_scratch_is_there_before_graphs_and_for_the_limits_that_were_
 
 def test_logits_of_graphs_are_planned_beside_the_memory_that_graphs_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are there before the backend begins to count, and the cache leaves room for them."""
-    order, planned = list[str](), list[int]()
-    new = GraphBuffers.new
-    monkeypatch.setattr(GraphBuffers, "new", lambda *args, **options: order.append("buffers") or new(*args, **options))
-    monkeypatch.setattr(
-        "worker_svc.steps.worker.size_cache", lambda *args: planned.append(args[4]) or size_cache(*args)
-    )
+    order, planned, new = list[str](), list[int](), GraphBuffers.new
+
+    def buffers_of(*args: Any, **options: Any) -> GraphBuffers:
+        order.append("buffers")
+        return new(*args, **options)
+
+    def planned_cache(*args: Any) -> CacheSizes:
+        planned.append(args[4])
+        return size_cache(*args)
 
     def backend(device: torch.device) -> GraphBackend:
         order.append("backend")
         return ReplayedGraphs(device)
+
+    monkeypatch.setattr(GraphBuffers, "new", buffers_of)
+    monkeypatch.setattr("worker_svc.steps.worker.size_cache", planned_cache)
 
     for graphs in (None, backend):
         worker = Worker(ModelRunner(FakeModel(), fake_config(), CONFIG.block_size, graph_backend=graphs), CONFIG)
@@ -182,6 +189,7 @@ def test_logits_of_graphs_are_planned_beside_the_memory_that_graphs_may_take(mon
     assert order == ["buffers", "backend"]
     assert worker.graph_sizes == (batch_sizes(limits.max_num_seqs), token_counts(limits.max_num_batched_tokens))
     buffers = worker._runner._buffers
+    assert buffers is not None
     num_bytes = buffers.block_tables.nbytes + buffers.logits.nbytes
     assert planned[1] - planned[0] == num_bytes + int(CONFIG.cuda_graph_memory * GIB)
 
