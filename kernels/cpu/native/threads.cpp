@@ -169,10 +169,12 @@ void in_parallel(i64 threads, i64 phases, void (*body)(Team &, void *), void *ar
     if (look_at(&pool.sleepers)) wake_kinds(&pool.number, kinds_below((int)threads));
     take_part({pool.counters, 0, (int)threads, (int)phases, 0, ON_ROWS, 0}, body, argument);
     __atomic_sub_fetch(&pool.gate, OPEN, __ATOMIC_ACQ_REL);
+    i64 ended = spent_by_caller ? now_ns() : 0;
     for (int looks = 0; __atomic_load_n(&pool.gate, __ATOMIC_ACQUIRE) & INSIDE; looks++) {
         if (looks < LOOKS) look_away();
         else sched_yield();
     }
+    if (spent_by_caller) spent_by_caller[WAITING] += now_ns() - ended;
     pthread_mutex_unlock(&pool.lock);
 }
 
