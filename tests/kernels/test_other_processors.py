@@ -23,7 +23,7 @@ from kernels.cpu.library import at_level
 from kernels.cpu.native import build
 from kernels.cpu.products.matmul import matmul
 from kernels.cpu.products.packed_weight import pack
-from tests.isa import PROFILES, ROOT, environment, lacking
+from tests.isa import PROFILES, ROOT, environment
 
 SHAPES = [(1, 60, 157), (7, 97, 64), (19, 97, 64)]  # rows, outputs, inputs: tiles of every height
 
@@ -76,7 +76,7 @@ def gated() -> list[torch.Tensor]:
 
 
 def run(profile: str, code: str, *arguments: str) -> str:
-    if missing := lacking(profile):
+    if missing := PROFILES[profile].lacking():
         pytest.skip(f"this processor has no {', '.join(missing)}")
     command = [sys.executable, "-c", code, *arguments]
     ended = subprocess.run(command, cwd=ROOT, env=environment(profile), capture_output=True, text=True, timeout=240)

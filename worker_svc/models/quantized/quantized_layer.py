@@ -107,11 +107,10 @@ def _joined(one: _Part, other: _Part) -> _Part | None:
 
 def _made(weights: Weights, part: _Part, is_exact: bool) -> Layer:
     store, products, weight = weights.store, weights.quantized, part.weight
-    options = {"is_batch_invariant": weights.is_batch_invariant}
     if is_exact or not isinstance(store, QuantizedStore):
         if isinstance(weight, QuantizedWeight):
-            return products.make(part.kind, weight, part.bias, **options)
-        return dense(weight, part.bias, memory=weights.memory, **options)
+            return products.make(part.kind, weight, part.bias, is_batch_invariant=weights.is_batch_invariant)
+        return dense(weight, part.bias, memory=weights.memory, is_batch_invariant=weights.is_batch_invariant)
     if isinstance(weight, QuantizedWeight):
         if store.keeps(weight.numbers) and (product := products.with_rounded_rows(weight, part.bias)) is not None:
             return product
