@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from subprocess import CalledProcessError
+from typing import Any
 
 import pytest
 import torch
@@ -129,11 +130,12 @@ def test_a_request_that_is_alone_runs_between_two_looks_at_memory(engine: PeerEn
             return next(said)
 
     engine.pause()
-    turns = peers._Turns(workload(([1, 2], 3)), 100, 0, Reader(), {"octavo": {"token_bytes": 8}})  # type: ignore[arg-type]
+    reader: Any = Reader()
+    turns = peers._Turns(workload(([1, 2], 3)), 100, 0, reader, {"octavo": {"token_bytes": 8}})
     (row,) = turns.take({"octavo": engine}, {})
     assert row["read_gb_per_s"] == 40.0 and asked == [8, 8]
     assert row["prompt_s"] > 0 and row["same_requests"] == 1
-    two = peers._Turns(workload(([1, 2], 3), ([4], 1)), 100, 0, Reader(), {})  # type: ignore[arg-type]
+    two = peers._Turns(workload(([1, 2], 3), ([4], 1)), 100, 0, reader, {})
     assert "read_gb_per_s" not in two.take({"octavo": engine}, {})[0]
 
 

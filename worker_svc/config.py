@@ -44,8 +44,7 @@ class WorkerConfig:
     )
     quantization: str = option(
         "none",
-        "on CPUs 8-bit activations and weights of 8 bits, or of 4 by 32 or 128 inputs (a checkpoint's own of few bits "
-        "stay); on GPUs fp8: 8-bit floats",
+        "on CPUs rows of 8 bits, weights of 8, 4 (by 32 or 128 inputs) or a file's own few; on GPUs fp8",
         group=COMMON,
         choices=("none", "int8", "int4", "int4-128", "fp8"),
     )

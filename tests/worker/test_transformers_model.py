@@ -151,8 +151,8 @@ def test_greedy_tokens_over_the_service(tmp_path: Path) -> None:
         ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "MambaForCausalLM is not supported: "),
         ({"architectures": ["RwkvForCausalLM"], "model_type": "rwkv"}, "RwkvForCausalLM is not supported: "),
         (
-            {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
-            "DeepseekV3ForCausalLM is not supported: latent attention",
+            {"architectures": ["MiniCPM3ForCausalLM"], "model_type": "minicpm3"},
+            "MiniCPM3ForCausalLM is not supported: latent attention",
         ),
         ({"architectures": ["JambaForCausalLM"], "model_type": "jamba"}, "JambaForCausalLM is not supported: "),
         ({"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}, "layers of type linear_attention"),
