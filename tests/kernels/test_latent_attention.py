@@ -5,7 +5,6 @@ beside it; caches hold NaN wherever no key is. As in test_paged_attention, most 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -21,8 +20,8 @@ from kernels.gpu.attention.work import PIECE
 from kernels.gpu.latent import latent_and_cache as cache_module
 from kernels.gpu.latent import latent_attention as module
 from kernels.gpu.latent import pieces, rows, whole
-from kernels.gpu.latent.card import card_of
 from kernels.oracles import reference
+from tests.kernels.cards import pretend
 from tests.kernels.cases import PagedCase
 from tests.kernels.device import DEVICE, IS_INTERPRETED
 
@@ -42,8 +41,7 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, number in (("SEGMENT", SEGMENT), ("SPAN", SPAN)):
         for place in (decode, pieces, rows, segment, whole, work):
             monkeypatch.setattr(place, name, tl.constexpr(number), raising=False)
-        for host in (attention_scratch, module):
-            monkeypatch.setattr(host, name, number, raising=False)
+        monkeypatch.setattr(attention_scratch, name, number)
 
 
 @pytest.fixture
@@ -167,8 +165,7 @@ def test_a_token_is_the_same_in_a_prompt_in_chunks_and_computed_alone(attend: At
 def test_a_token_is_the_same_in_segments_in_spans_and_whole(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With segments joined in the loop over tiles, and, as on Blackwell, around it."""
     if IS_INTERPRETED:
-        card = replace(card_of(torch.device("cpu")), capability=capability)
-        monkeypatch.setattr(module, "card_of", lambda device: card)
+        pretend(monkeypatch, module, capability=capability)
     query_len, context_len = 11, 2 * SPAN * SEGMENT + 30
     case = LatentCase([query_len], [context_len], num_heads=3, dtype=torch.float16)
     found = {}

@@ -143,11 +143,10 @@ def _bound(
     if cos_sin.dtype != torch.float32:
         raise ValueError(f"{name}: cos_sin is {cos_sin.dtype}, not float32")
     half_tile, heads = _tile(rotary_size, num_heads)
-    strides = *turned.stride()[:2], *query.stride()[:2], new.stride(0), cache.stride(0)
     return Launch(
         _latent_and_cache_kernel,
         (num_tokens, cdiv(num_heads, heads)),
-        (num_heads, *strides, norm_eps),
+        (num_heads, *turned.stride()[:2], *query.stride()[:2], new.stride(0), cache.stride(0), norm_eps),
         BLOCK_SIZE=cache.shape[2],
         LATENT=latent_size,
         LATENT_TILE=next_power_of_2(latent_size),
