@@ -19,7 +19,10 @@ from kernels.gpu import clamped_swiglu, grouped_matmul, matmul, score_experts
 from kernels.gpu.attention import plans
 from kernels.gpu.latent import latent_and_cache, latent_attention
 from kernels.gpu.launch import Launch, once_a_layout
+from kernels.gpu.quantized import grouped_product
+from kernels.gpu.quantized.packed_codes import PackedCodes, pack_codes, stacked
 from kernels.gpu.rms_norm import rms_norm
+from tests.kernels.quantized_weights import q4_1
 
 
 def _kernel(out, x, residual, count, stride, SIZE: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
@@ -69,6 +72,12 @@ def _latent_arguments() -> tuple[torch.Tensor, ...]:
     return torch.empty(3, 1, 20), _rows(3, 1), _rows(4, 1, 8), tables, lens, torch.tensor([0, 3], dtype=torch.int32)
 
 
+def _packed_experts() -> PackedCodes:
+    packed = pack_codes(q4_1(37, 64, torch.Generator()))
+    assert packed is not None
+    return stacked([packed, packed])
+
+
 OPERATIONS: dict[str, tuple[Any, Callable[[], Any]]] = {
     "matmul": (matmul, lambda: matmul.matmul(torch.empty(3, 37), _rows(3), _rows(37))),
     "split matmul": (
@@ -79,6 +88,12 @@ OPERATIONS: dict[str, tuple[Any, Callable[[], Any]]] = {
         grouped_matmul,
         lambda: grouped_matmul.grouped_matmul(
             torch.empty(5, 37), _rows(5), _rows(2, 37), torch.tensor([0, 2, 5], dtype=torch.int32)
+        ),
+    ),
+    "grouped_quantized_matmul": (
+        grouped_product,
+        lambda: grouped_product.grouped_quantized_matmul(
+            torch.empty(5, 37), torch.zeros(5, 64), _packed_experts(), torch.tensor([0, 2, 5], dtype=torch.int32)
         ),
     ),
     "clamped_swiglu": (
