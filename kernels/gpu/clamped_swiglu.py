@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_rows
+from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.tiles import cdiv, part_of_row
 from kernels.gpu.variant import Variant
 
@@ -37,16 +38,19 @@ def _clamped_swiglu_kernel(  # type: ignore[no-untyped-def]
 
 def clamped_swiglu(out: torch.Tensor, x: torch.Tensor, *, alpha: float, limit: float) -> None:
     """See `kernels.oracles.reference.clamped_swiglu`. Raises ValueError for tensors that do not fit."""
+    _bound((out, x), alpha, limit)(out, x)
+
+
+@once_a_layout
+def _bound(out: torch.Tensor, x: torch.Tensor, alpha: float, limit: float) -> Launch:
     count, size = out.shape
     if x.shape != (count, 2 * size):
         raise ValueError(f"clamped_swiglu: x must be {(count, 2 * size)} for out {(count, size)}, not {tuple(x.shape)}")
     check_rows("clamped_swiglu", out=out, x=x[:, :size])
-    if not count:
-        return
     block, num_warps = part_of_row(size)
-    _clamped_swiglu_kernel[(count, cdiv(size, block))](
-        out, x, out.stride(0), x.stride(0), alpha, limit, SIZE=size, BLOCK=block, num_warps=num_warps
-    )
+    numbers = out.stride(0), x.stride(0), alpha, limit
+    grid = count, cdiv(size, block)
+    return Launch(_clamped_swiglu_kernel, grid, numbers, SIZE=size, BLOCK=block, num_warps=num_warps)
 
 
 def variants() -> Iterator[Variant]:

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_alike, check_contiguous, check_rows
+from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.products import segment_sum, tile_of_program
 from kernels.gpu.tiles import cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
@@ -84,6 +85,19 @@ def grouped_matmul(
     bias: torch.Tensor | None = None,
 ) -> None:
     """See `reference.grouped_matmul`; one type and device. Raises ValueError for tensors that do not fit."""
+    tensors = out, x, weights, starts, rows, bias
+    _bound(tensors)(*tensors)
+
+
+@once_a_layout
+def _bound(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    starts: torch.Tensor,
+    rows: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> Launch:
     num_experts, num_outputs, size = weights.shape
     num_rows = out.shape[0]
     check_rows("grouped_matmul", x=x)
@@ -101,20 +115,12 @@ def grouped_matmul(
         raise ValueError(f"grouped_matmul: out must be [R, {num_outputs}] for R rows, not {tuple(out.shape)}")
     if starts.dtype != torch.int32 or (rows is not None and rows.dtype != torch.int64):
         raise ValueError("grouped_matmul: starts must be int32, rows int64")
-    if not num_rows:
-        return
     block_n, block_k = _tile(num_outputs, weights.dtype)
     row_tiles = num_rows // _BLOCK_M + min(num_experts, num_rows)
-    _grouped_matmul_kernel[(row_tiles * cdiv(num_outputs, block_n),)](
-        out,
-        x,
-        weights,
-        starts,
-        rows,
-        bias,
-        row_tiles,
-        out.stride(0),
-        x.stride(0),
+    return Launch(
+        _grouped_matmul_kernel,
+        (row_tiles * cdiv(num_outputs, block_n),),
+        (row_tiles, out.stride(0), x.stride(0)),
         EXPERTS=num_experts,
         PADDED_EXPERTS=next_power_of_2(num_experts),
         OUTPUTS=num_outputs,

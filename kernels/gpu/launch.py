@@ -16,9 +16,11 @@ layer, over tensors that are laid out alike. So an operation is checked and boun
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 B = TypeVar("B")
 
@@ -37,9 +39,9 @@ class Launch:
         self._compiled: Callable[..., None] | None = None
         self._rest: list[Any] = []
 
-    def __call__(self, *tensors: torch.Tensor | float | None) -> None:
-        """Tensors in the order of the kernel's parameters; a float may be among them, for whose value no kernel is
-        compiled."""
+    def __call__(self, *tensors: torch.Tensor | TensorDescriptor | float | None) -> None:
+        """Tensors in the order of the kernel's parameters. A float may be among them, for whose value no kernel is
+        compiled, and descriptors of tensors' tiles, whose sizes are those of the first call."""
         if self._compiled is not None:
             self._compiled(*tensors, *self._rest)
         elif not self._is_empty:
@@ -55,6 +57,7 @@ def once_a_layout(bind: Callable[..., B]) -> Callable[..., B]:
     shapes, strides, types and devices and the same options, and so may not keep a tensor."""
     known: dict[Hashable, B] = {}
 
+    @wraps(bind)
     def bound(tensors: Sequence[torch.Tensor | None], *options: Hashable) -> B:
         key = (options, *[None if x is None else _layout(x) for x in tensors])
         found = known.get(key)

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -28,6 +27,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.gpu.checks import check_alike, check_contiguous, check_rows
+from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.products import add_product, tile_of_program
 from kernels.gpu.tiles import cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
@@ -164,6 +164,33 @@ def matmul(
 
     Without `may_describe` tiles are read by address on any card, which measures what descriptors give.
     """
+    bound = _bound((out, x, weight, bias), may_describe)
+    if not len(x):
+        return
+    cut, sums, tiles = bound.cut, out, (x, weight)
+    if bound.is_split:
+        sums = out.new_empty((cut.num_segments * len(x), len(weight)), dtype=torch.float32)
+    if bound.is_described:
+        tiles = _described(x, cut.block_m, cut.block_k), _described(weight, cut.block_n, cut.block_k)
+    bound.launch(sums, *tiles, bias)
+    if bound.is_split:
+        add_segments(out, sums, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """Of one layout of tensors."""
+
+    cut: Tiling
+    is_split: bool
+    is_described: bool
+    launch: Launch
+
+
+@once_a_layout
+def _bound(
+    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, may_describe: bool
+) -> _Bound:
     count, size = x.shape
     num_outputs = weight.shape[0]
     check_rows("matmul", x=x)
@@ -175,23 +202,14 @@ def matmul(
         raise ValueError(f"matmul: out must be {(count, num_outputs)}, not {tuple(out.shape)}")
     if bias is not None:
         check_contiguous("matmul", "bias", bias, (num_outputs,), x)
-    if not count:
-        return
     cut = tiling(num_outputs, size, weight.dtype)
     num_tiles = cdiv(count, cut.block_m) * cdiv(num_outputs, cut.block_n)
     is_split = cut.num_segments > 1 and num_tiles < _WANTED_PROGRAMS  # the one thing that rows decide
-    sums = x.new_empty((cut.num_segments * count, num_outputs), dtype=torch.float32) if is_split else out
     is_described = may_describe and _can_be_described(x, weight)
-    tiles: tuple[Any, Any] = (x, weight)
-    if is_described:
-        tiles = _described(x, cut.block_m, cut.block_k), _described(weight, cut.block_n, cut.block_k)
-    _matmul_kernel[(num_tiles, cut.num_segments if is_split else 1)](
-        sums,
-        *tiles,
-        bias,
-        count,
-        sums.stride(0),
-        x.stride(0),
+    launch = Launch(
+        _matmul_kernel,
+        (num_tiles, cut.num_segments if is_split else 1),
+        (count, num_outputs if is_split else out.stride(0), x.stride(0)),
         OUTPUTS=num_outputs,
         SIZE=size,
         BLOCK_M=cut.block_m,
@@ -206,11 +224,11 @@ def matmul(
         num_stages=cut.stages(is_described),
         maxnreg=_ALL_REGISTERS,
     )
-    if is_split:
-        add_segments(out, sums, bias)
+    return _Bound(cut, is_split, is_described, launch)
 
 
 def _described(x: torch.Tensor, rows: int, elements: int) -> TensorDescriptor:
+    """It is made at each launch, as it holds an address."""
     return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, elements])
 
 
@@ -231,13 +249,17 @@ def _reads_descriptors(device: torch.device) -> bool:
 
 def add_segments(out: torch.Tensor, sums: torch.Tensor, bias: torch.Tensor | None) -> None:
     """out [T, m] = the sum of `sums` f32[segments * T, m] over the segments in their order, and the bias."""
+    tensors = out, sums, bias
+    _bound_sum(tensors)(*tensors)
+
+
+@once_a_layout
+def _bound_sum(out: torch.Tensor, sums: torch.Tensor, bias: torch.Tensor | None) -> Launch:
     count, num_outputs = out.shape
-    _sum_kernel[(count, cdiv(num_outputs, _SUMMED_ELEMENTS))](
-        out,
-        sums,
-        bias,
-        count,
-        out.stride(0),
+    return Launch(
+        _sum_kernel,
+        (count, cdiv(num_outputs, _SUMMED_ELEMENTS)),
+        (count, out.stride(0)),
         OUTPUTS=num_outputs,
         SEGMENTS=sums.shape[0] // count,
         BLOCK=_SUMMED_ELEMENTS,

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous, check_rows
+from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.tiles import cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
 
@@ -113,6 +114,22 @@ def score_experts(
     scale: float = 1.0,
 ) -> None:
     """See `reference.score_experts`. Raises ValueError where a shape or type does not fit."""
+    tensors = shares, scores, logits, bias
+    _bound(tensors, kind, num_groups, num_chosen_groups, is_normalized, scale)(*tensors)
+
+
+@once_a_layout
+def _bound(
+    shares: torch.Tensor,
+    scores: torch.Tensor,
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    kind: str,
+    num_groups: int,
+    num_chosen_groups: int,
+    is_normalized: bool,
+    scale: float,
+) -> Launch:
     name, (count, num_experts), num_chosen = "score_experts", logits.shape, shares.shape[1]
     check_rows(name, logits=logits)
     if num_experts % num_groups or not 0 < num_chosen_groups <= num_groups:
@@ -128,17 +145,11 @@ def score_experts(
             check_contiguous(name, which, x, shape, logits)
             if x.dtype != torch.float32:
                 raise ValueError(f"{name}: {which} is {x.dtype}, not float32")
-    if not count:
-        return
     tokens, padded = _tile(num_experts)
-    _score_kernel[(cdiv(count, tokens),)](
-        shares,
-        scores,
-        logits,
-        bias,
-        count,
-        logits.stride(0),
-        scale,
+    return Launch(
+        _score_kernel,
+        (cdiv(count, tokens),),
+        (count, logits.stride(0), scale),
         EXPERTS=num_experts,
         PADDED_EXPERTS=padded,
         CHOSEN=num_chosen,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kernels.gpu.attention import paged_attention
+from kernels.gpu.attention import paged_attention, plans
 from kernels.gpu.sampling import kept_range
 
 
@@ -43,8 +43,8 @@ def test_filters_of_any_number_of_rows(count: int, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("num_sequences", [1, 2, 3, 5])
 def test_attention_of_any_number_of_sequences(num_sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches()
-    for name in ("plan_kernel", "segment_kernel", "join_kernel"):
-        monkeypatch.setattr(paged_attention, name, launches)
+    for module, name in ((plans, "plan_kernel"), (paged_attention, "segment_kernel"), (paged_attention, "join_kernel")):
+        monkeypatch.setattr(module, name, launches)
     query, cache = torch.zeros(num_sequences, 3, 16), torch.zeros(4, 1, 8, 16)
     paged_attention.paged_attention(
         torch.empty_like(query),

@@ -5,7 +5,6 @@ beside it; caches hold NaN wherever no key is. As in test_paged_attention, most 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -21,8 +20,8 @@ from kernels.gpu.attention.work import PIECE
 from kernels.gpu.latent import latent_and_cache as cache_module
 from kernels.gpu.latent import latent_attention as module
 from kernels.gpu.latent import pieces, rows, whole
-from kernels.gpu.latent.card import card_of
 from kernels.oracles import reference
+from tests.kernels.cards import pretend
 from tests.kernels.cases import PagedCase
 from tests.kernels.device import DEVICE, IS_INTERPRETED
 
@@ -42,8 +41,7 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, number in (("SEGMENT", SEGMENT), ("SPAN", SPAN)):
         for place in (decode, pieces, rows, segment, whole, work):
             monkeypatch.setattr(place, name, tl.constexpr(number), raising=False)
-        for host in (attention_scratch, module):
-            monkeypatch.setattr(host, name, number, raising=False)
+        monkeypatch.setattr(attention_scratch, name, number)
 
 
 @pytest.fixture
@@ -95,10 +93,13 @@ class LatentCase:
         return out
 
     def check(self, attend: Attend) -> None:
+        self.check_found(self.attend(attend))
+
+    def check_found(self, found: torch.Tensor) -> None:
         expected = self.query.new_empty((*self.query.shape[:2], self.latent_size), dtype=torch.float64)
         reference.latent_attention(expected, self.query.double(), self.cache.double(), *self.of_step, **self.options)
         tolerance = TOLERANCE[self.query.dtype]
-        torch.testing.assert_close(self.attend(attend).double(), expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_the_oracle_is_attention_to_products_of_the_latents() -> None:
@@ -167,8 +168,7 @@ def test_a_token_is_the_same_in_a_prompt_in_chunks_and_computed_alone(attend: At
 def test_a_token_is_the_same_in_segments_in_spans_and_whole(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With segments joined in the loop over tiles, and, as on Blackwell, around it."""
     if IS_INTERPRETED:
-        card = replace(card_of(torch.device("cpu")), capability=capability)
-        monkeypatch.setattr(module, "card_of", lambda device: card)
+        pretend(monkeypatch, module, capability=capability)
     query_len, context_len = 11, 2 * SPAN * SEGMENT + 30
     case = LatentCase([query_len], [context_len], num_heads=3, dtype=torch.float16)
     found = {}
@@ -180,7 +180,7 @@ def test_a_token_is_the_same_in_segments_in_spans_and_whole(capability: int, mon
             assert columns[PIECE.value].tolist() == [{"whole": 0, "spans": SPAN}[name]]
     for name, out in found.items():
         assert torch.equal(out, found["whole"]), name
-    case.check(ON_GPU)
+    case.check_found(found["whole"])
     for token in (0, 5, query_len - 1):
         assert torch.equal(case.some(ON_GPU, token, token + 1, context_len)[0], found["whole"][token]), token
 

@@ -25,6 +25,7 @@ from kernels.gpu.attention.scratch import new_scratch
 from kernels.gpu.attention.tiling import tiling
 from kernels.gpu.attention.work import PIECE
 from kernels.oracles import reference
+from tests.kernels.cards import pretend
 from tests.kernels.cases import PagedCase
 from tests.kernels.device import DEVICE, IS_INTERPRETED
 
@@ -47,8 +48,7 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, number in (("SEGMENT", SEGMENT), ("SPAN", SPAN)):
         for place in (decode, prefill, rows, segment, work):
             monkeypatch.setattr(place, name, tl.constexpr(number), raising=False)
-        for host in (attention_scratch, module):
-            monkeypatch.setattr(host, name, number, raising=False)
+        monkeypatch.setattr(attention_scratch, name, number)
 
 
 class PoisonedCase(PagedCase):
@@ -216,10 +216,8 @@ def test_a_sequence_is_the_same_alone_and_on_any_number_of_programs(monkeypatch:
         tables = (case.block_tables[rows], case.seq_lens[rows], starts)
         paged_attention(out, case.query[begin:end], *caches, *tables, **case.options, **options)
         alone.append(out)
-    facts = module._gpu(case.query.device)
     for num_multiprocessors in (1, 7):
-        shared = dataclasses.replace(facts, num_multiprocessors=num_multiprocessors)
-        monkeypatch.setattr(module, "_gpu", lambda device, shared=shared: shared)
+        pretend(monkeypatch, module, num_multiprocessors=num_multiprocessors)
         assert torch.equal(attend(case, **options), torch.cat(alone)), num_multiprocessors
 
 
@@ -255,8 +253,7 @@ def test_a_token_is_the_same_in_segments_in_spans_and_whole(
     registers has it, with segments that are joined in the loop over tiles and with a loop each."""
     if IS_INTERPRETED:
         monkeypatch.setattr(numpy, "matmul", lambda a, b, dtype: numpy.einsum("mk,kn->mn", a, b, dtype=dtype))
-    facts = module._gpu(torch.device(DEVICE))
-    monkeypatch.setattr(module, "_gpu", lambda device: dataclasses.replace(facts, num_multiprocessors=7))
+    pretend(monkeypatch, module, num_multiprocessors=7)
     query_len, context_len = 41, 2 * SPAN * SEGMENT + 30  # two tiles of 64 rows, the second one partly empty
     seq_len = query_len + context_len
     case = PoisonedCase([query_len], [context_len], num_heads=3, num_kv_heads=1, dtype=dtype)

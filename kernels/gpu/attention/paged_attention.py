@@ -19,35 +19,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
-from kernels.gpu.architectures import MAX_SHARED_BYTES
 from kernels.gpu.attention import kinds, segment
+from kernels.gpu.attention.card import TYPES, card_of
 from kernels.gpu.attention.decode import join_kernel, segment_kernel
+from kernels.gpu.attention.plans import OfPlan, plan_of
 from kernels.gpu.attention.prefill import prefill_kernel
-from kernels.gpu.attention.scratch import (
-    KEPT_ROWS,
-    SEGMENT,
-    AttentionPass,
-    Scratch,
-    lines_needed,
-    new_scratch,
-    scratch_bytes,
-)
+from kernels.gpu.attention.scratch import AttentionPass, Scratch, new_pass_of, new_scratch, scratch_bytes
 from kernels.gpu.attention.tiling import ALL_REGISTERS, JOIN_REGISTERS, Tiling, padded, tiling
-from kernels.gpu.attention.work import NUM_FACTS, plan_kernel
 from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.variant import Variant
 
 LOG2_E = segment.LOG2_E.value
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _JOIN_PROGRAMS = 8  # of a multiprocessor
-_CACHE_TYPES = (*_TYPES, torch.float8_e4m3fn)
+_CACHE_TYPES = (*TYPES, torch.float8_e4m3fn)
 
 
 def paged_attention(
@@ -85,14 +73,11 @@ def paged_attention(
     bound = _bound(tensors, scale, max_query_len > 1, sliding_window, logit_soft_cap, cut)
     if bound is None:
         return
+    head_size, multiprocessors = query.shape[2], bound.num_multiprocessors
     if shared is None:
-        shared = _new_pass(query, len(seq_lens), max_seq_len)
+        shared = new_pass_of(query, head_size, len(seq_lens), max_seq_len, multiprocessors)
     scratch = shared.scratch
-    plan = shared.plans.get(bound.of_plan)
-    if plan is None:
-        num_multiprocessors = _gpu(query.device).num_multiprocessors
-        _check_scratch(scratch, len(seq_lens), max_seq_len, query.shape[1], query.shape[2], num_multiprocessors)
-        plan = shared.plans[bound.of_plan] = _plan(scratch, seq_lens, query_starts, num_multiprocessors, *bound.of_plan)
+    plan = plan_of(shared, bound.of_plan, query, head_size, seq_lens, query_starts, max_seq_len, multiprocessors)
     lines = (scratch.sums, scratch.maxima, scratch.totals)
     kept_lines = (scratch.kept_sums, scratch.kept_maxima, scratch.kept_totals)
     read = (plan, query, key_cache, value_cache, block_tables, seq_lens, query_starts)
@@ -106,7 +91,8 @@ def paged_attention(
 class _Launches:
     """Of one layout of tensors."""
 
-    of_plan: tuple[int, ...]  # what a plan follows from besides the sequences and the device, as `_plan` takes it
+    of_plan: OfPlan
+    num_multiprocessors: int
     prefill: Launch | None  # where all sequences have one new token
     segment: Launch
     join: Launch
@@ -143,9 +129,11 @@ def _bound(
     if not num_tokens or not num_sequences:
         return None
     group, head_tile = num_heads // num_kv_heads, padded(head_size)
-    gpu = _gpu(query.device)
-    if key_cache.dtype == torch.float8_e4m3fn and gpu.capability < 89:
-        raise ValueError(f"caches of {key_cache.dtype} need compute capability 8.9, this GPU has {gpu.capability / 10}")
+    card = card_of(query.device)
+    if key_cache.dtype == torch.float8_e4m3fn and card.capability < 89:
+        raise ValueError(
+            f"caches of {key_cache.dtype} need compute capability 8.9, this GPU has {card.capability / 10}"
+        )
     if cut is None:
         cut = card_tiling(query.device, head_size, query.element_size(), group)
     logit_scale, soft_cap = scale * LOG2_E, 0.0
@@ -161,15 +149,15 @@ def _bound(
         "HAS_SOFT_CAP": logit_soft_cap > 0,
         "JOINS": cut.joins,
         "SUMS_ARE_PRODUCTS": cut.sums_are_products,
-        "DOT_TYPE": gpu.dot_type(query.dtype),
+        "DOT_TYPE": card.dot_type(query.dtype),
         "num_stages": cut.stages,
     }
-    of_plan = (sliding_window, num_kv_heads, group, cut.key_tile, cut.decode_rows, cut.prefill_rows)
+    of_plan = OfPlan(sliding_window, num_kv_heads, group, cut.key_tile, cut.decode_rows, cut.prefill_rows)
     strides = (query.stride(0), key_cache.stride(0) // head_size, block_tables.stride(0))
     of_keys = (logit_scale, soft_cap, sliding_window)
     prefill = Launch(
         prefill_kernel,
-        (cut.prefill_programs * gpu.num_multiprocessors,),
+        (cut.prefill_programs * card.num_multiprocessors,),
         (num_sequences, num_kv_heads, out.stride(0), *strides, *of_keys),
         ROWS=cut.prefill_rows,
         num_warps=cut.prefill_warps,
@@ -178,7 +166,7 @@ def _bound(
     )
     segment = Launch(
         segment_kernel,
-        (cut.decode_programs * gpu.num_multiprocessors,),
+        (cut.decode_programs * card.num_multiprocessors,),
         (num_sequences, num_kv_heads, *strides, *of_keys),
         ROWS=cut.decode_rows,
         PROGRAMS=cut.decode_programs,
@@ -188,7 +176,7 @@ def _bound(
     )
     join = Launch(
         join_kernel,
-        (min(num_tokens * num_kv_heads, _JOIN_PROGRAMS * gpu.num_multiprocessors),),
+        (min(num_tokens * num_kv_heads, _JOIN_PROGRAMS * card.num_multiprocessors),),
         (num_sequences, num_kv_heads, out.stride(0), sliding_window),
         GROUP=group,
         GROUP_TILE=triton.next_power_of_2(group),
@@ -197,61 +185,20 @@ def _bound(
         HAS_WINDOW=sliding_window > 0,
         maxnreg=JOIN_REGISTERS,
     )
-    return _Launches(of_plan, prefill if has_several else None, segment, join)
-
-
-def _new_pass(query: torch.Tensor, num_sequences: int, max_seq_len: int) -> AttentionPass:
-    """Of a call alone."""
-    num_tokens, num_heads, head_size = query.shape
-    lines = num_tokens * triton.cdiv(max_seq_len, SEGMENT)
-    sizes = (num_sequences, max_seq_len, num_heads, head_size, _gpu(query.device).num_multiprocessors)
-    return new_scratch(*sizes, query.device, lines).new_pass()
-
-
-def _plan(
-    scratch: Scratch,
-    seq_lens: torch.Tensor,
-    query_starts: torch.Tensor,
-    num_multiprocessors: int,
-    sliding_window: int,
-    num_kv_heads: int,
-    group: int,
-    key_tile: int,
-    split_rows: int,
-    whole_rows: int,
-) -> torch.Tensor:
-    """See `kernels.gpu.attention.work`."""
-    num_sequences = len(seq_lens)
-    plan = seq_lens.new_empty((NUM_FACTS, num_sequences))
-    plan_kernel[(1,)](
-        plan,
-        seq_lens,
-        query_starts,
-        num_sequences,
-        num_kv_heads,
-        scratch.num_lines,
-        num_multiprocessors,
-        sliding_window,
-        GROUP=group,
-        KEY_TILE=key_tile,
-        SPLIT_ROWS=split_rows,
-        WHOLE_ROWS=whole_rows,
-        HAS_WINDOW=sliding_window > 0,
-    )
-    return plan
+    return _Launches(of_plan, card.num_multiprocessors, prefill if has_several else None, segment, join)
 
 
 def card_tiling(device: torch.device, head_size: int, element_size: int, group: int) -> Tiling:
     """How attention is cut on this card; see `tiling`."""
-    gpu = _gpu(device)
-    return tiling(head_size, element_size, group, gpu.capability, gpu.max_shared_bytes)
+    card = card_of(device)
+    return tiling(head_size, element_size, group, card.capability, card.max_shared_bytes)
 
 
 def attention_scratch(
     device: torch.device, max_num_seqs: int, max_seq_len: int, num_heads: int, head_size: int
 ) -> Scratch:
     """Scratch for all steps of so many sequences of up to so many positions, of a model with these heads."""
-    multiprocessors = _gpu(device).num_multiprocessors
+    multiprocessors = card_of(device).num_multiprocessors
     return new_scratch(max_num_seqs, max_seq_len, num_heads, head_size, multiprocessors, device)
 
 
@@ -259,31 +206,8 @@ def attention_scratch_bytes(
     device: torch.device, max_num_seqs: int, max_seq_len: int, num_heads: int, head_size: int
 ) -> int:
     """What `attention_scratch` takes."""
-    multiprocessors = _gpu(device).num_multiprocessors
+    multiprocessors = card_of(device).num_multiprocessors
     return scratch_bytes(max_num_seqs, max_seq_len, num_heads, head_size, multiprocessors)
-
-
-@dataclass(frozen=True, slots=True)
-class _Gpu:
-    """What a launch asks of a device."""
-
-    capability: int  # 90 is Hopper
-    num_multiprocessors: int
-    max_shared_bytes: int  # of one block
-    is_interpreted: bool
-
-    def dot_type(self, dtype: torch.dtype) -> Any:
-        """What products are made of; the interpreter's cannot be of bfloat16."""
-        return tl.float32 if self.is_interpreted and dtype == torch.bfloat16 else _TYPES[dtype]
-
-
-@cache
-def _gpu(device: torch.device) -> _Gpu:
-    if device.type != "cuda":
-        return _Gpu(90, 3, MAX_SHARED_BYTES[90], True)
-    facts = torch.cuda.get_device_properties(device)
-    shared: int = facts.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs do not list it
-    return _Gpu(10 * facts.major + facts.minor, facts.multi_processor_count, shared, False)
 
 
 def _check(
@@ -298,7 +222,7 @@ def _check(
 ) -> None:
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads, block_size = key_cache.shape[1:3]
-    if out.shape != query.shape or out.dtype != query.dtype or query.dtype not in _TYPES:
+    if out.shape != query.shape or out.dtype != query.dtype or query.dtype not in TYPES:
         raise ValueError(f"out {tuple(out.shape)} {out.dtype} does not fit query {tuple(query.shape)} {query.dtype}")
     if num_heads % num_kv_heads or head_size != key_cache.shape[3]:
         raise ValueError(f"query {tuple(query.shape)} does not fit a cache of {tuple(key_cache.shape)}")
@@ -324,17 +248,6 @@ def _check(
         raise ValueError("tensors lie on more than one device")
     if scale <= 0:
         raise ValueError(f"scale {scale} is not positive")
-
-
-def _check_scratch(
-    scratch: Scratch, num_sequences: int, max_seq_len: int, num_heads: int, head_size: int, num_multiprocessors: int
-) -> None:
-    if scratch.sums.shape[1:] != (num_heads, head_size):
-        raise ValueError(f"scratch of {tuple(scratch.sums.shape)} is not for {num_heads} heads of {head_size}")
-    if scratch.num_lines < (needed := lines_needed(num_sequences, max_seq_len)):
-        raise ValueError(f"scratch has {scratch.num_lines} lines; these sequences may need {needed}")
-    if len(scratch.kept_sums) < num_multiprocessors * KEPT_ROWS:
-        raise ValueError(f"scratch is not for {num_multiprocessors} multiprocessors")
 
 
 def variants() -> Iterator[Variant]:

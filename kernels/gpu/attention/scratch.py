@@ -8,6 +8,7 @@ short contexts be cut into segments, and sequences with few new tokens be split.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -38,6 +39,17 @@ class Scratch:
         """Pieces of a token that there is room for."""
         return len(self.maxima)
 
+    def check(
+        self, num_sequences: int, max_seq_len: int, num_heads: int, head_size: int, num_multiprocessors: int
+    ) -> None:
+        """Raises ValueError where it does not suffice for what `new_scratch` takes."""
+        if self.sums.shape[1:] != (num_heads, head_size):
+            raise ValueError(f"scratch of {tuple(self.sums.shape)} is not for {num_heads} heads of {head_size}")
+        if self.num_lines < (needed := lines_needed(num_sequences, max_seq_len)):
+            raise ValueError(f"scratch has {self.num_lines} lines; these sequences may need {needed}")
+        if len(self.kept_sums) < num_multiprocessors * KEPT_ROWS:
+            raise ValueError(f"scratch is not for {num_multiprocessors} multiprocessors")
+
     def new_pass(self) -> AttentionPass:
         """For the layers of one forward pass."""
         return AttentionPass(self)
@@ -48,7 +60,7 @@ class AttentionPass:
     """What the layers of one forward pass share: made anew for each, because plans are of its sequences."""
 
     scratch: Scratch
-    plans: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # by what they depend on beside these
+    plans: dict[Hashable, torch.Tensor] = field(default_factory=dict)  # by what they depend on beside these
 
 
 def lines_needed(num_sequences: int, max_seq_len: int) -> int:
@@ -76,6 +88,15 @@ def new_scratch(
     rows = KEPT_ROWS * num_multiprocessors
     of_lines = numbers(num_lines, num_heads, head_size), numbers(num_lines, num_heads), numbers(num_lines, num_heads)
     return Scratch(*of_lines, numbers(rows, head_size), numbers(rows), numbers(rows))
+
+
+def new_pass_of(
+    query: torch.Tensor, head_size: int, num_sequences: int, max_seq_len: int, num_multiprocessors: int
+) -> AttentionPass:
+    """Of a call alone, of queries [T, num_heads, ...] and values of `head_size`."""
+    lines = len(query) * -(-max_seq_len // SEGMENT)
+    sizes = (num_sequences, max_seq_len, query.shape[1], head_size, num_multiprocessors)
+    return new_scratch(*sizes, query.device, lines).new_pass()
 
 
 def scratch_bytes(

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_alike, check_contiguous
+from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.tiles import cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
 
@@ -105,6 +106,23 @@ def latent_and_cache(
 ) -> None:
     """See `kernels.oracles.reference_latent.latent_and_cache`. Raises ValueError where a shape, stride, type or device
     does not fit."""
+    tensors = turned, query, new, norm, positions, cos_sin, cache, slot_mapping
+    _bound(tensors, norm_eps, are_pairs)(*tensors)
+
+
+@once_a_layout
+def _bound(
+    turned: torch.Tensor,
+    query: torch.Tensor,
+    new: torch.Tensor,
+    norm: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    norm_eps: float,
+    are_pairs: bool,
+) -> Launch:
     name, (num_tokens, num_heads, rotary_size), latent_size = "latent_and_cache", query.shape, norm.shape[0]
     if turned.shape != query.shape or turned.stride(2) != 1 or query.stride(2) != 1 or rotary_size % 2:
         strides = f"strides {turned.stride()} and {query.stride()}"
@@ -124,26 +142,11 @@ def latent_and_cache(
     check_contiguous(name, "cos_sin", cos_sin, (len(cos_sin), rotary_size), query)
     if cos_sin.dtype != torch.float32:
         raise ValueError(f"{name}: cos_sin is {cos_sin.dtype}, not float32")
-    if not num_tokens:
-        return
     half_tile, heads = _tile(rotary_size, num_heads)
-    _latent_and_cache_kernel[(num_tokens, cdiv(num_heads, heads))](
-        turned,
-        query,
-        new,
-        norm,
-        positions,
-        cos_sin,
-        cache,
-        slot_mapping,
-        num_heads,
-        turned.stride(0),
-        turned.stride(1),
-        query.stride(0),
-        query.stride(1),
-        new.stride(0),
-        cache.stride(0),
-        norm_eps,
+    return Launch(
+        _latent_and_cache_kernel,
+        (num_tokens, cdiv(num_heads, heads)),
+        (num_heads, *turned.stride()[:2], *query.stride()[:2], new.stride(0), cache.stride(0), norm_eps),
         BLOCK_SIZE=cache.shape[2],
         LATENT=latent_size,
         LATENT_TILE=next_power_of_2(latent_size),

@@ -15,26 +15,26 @@ values, so that a graph can capture it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 from kernels.gpu.attention import segment
+from kernels.gpu.attention.card import TYPES, card_of
 from kernels.gpu.attention.decode import join_kernel
-from kernels.gpu.attention.scratch import KEPT_ROWS, SEGMENT, AttentionPass, Scratch, lines_needed, new_scratch
+from kernels.gpu.attention.plans import OfPlan, plan_of
+from kernels.gpu.attention.scratch import AttentionPass, new_pass_of
 from kernels.gpu.attention.tiling import JOIN_REGISTERS, padded
-from kernels.gpu.attention.work import NUM_FACTS, plan_kernel
 from kernels.gpu.latent import kinds
-from kernels.gpu.latent.card import card_of
 from kernels.gpu.latent.pieces import pieces_kernel
 from kernels.gpu.latent.tiling import ALL_REGISTERS, LatentTiling, latent_tiling
 from kernels.gpu.latent.whole import whole_kernel
+from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.variant import Variant
 
 _LOG2_E = segment.LOG2_E.value
 _JOIN_PROGRAMS = 8  # of a multiprocessor
-_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def latent_attention(
@@ -55,43 +55,58 @@ def latent_attention(
     Types: float32, float16 or bfloat16, and of the cache one with no more bits. Raises ValueError where a shape,
     stride, type or device does not fit.
     """
+    tensors = out, query, cache, block_tables, seq_lens, query_starts
+    bound = _bound(tensors, scale, max_query_len > 1)
+    if bound is None:
+        return
+    latent_size, multiprocessors = out.shape[2], bound.num_multiprocessors
+    if shared is None:
+        shared = new_pass_of(query, latent_size, len(seq_lens), max_seq_len, multiprocessors)
+    scratch = shared.scratch
+    plan = plan_of(shared, bound.of_plan, query, latent_size, seq_lens, query_starts, max_seq_len, multiprocessors)
+    lines = (scratch.sums, scratch.maxima, scratch.totals)
+    read = (plan, query, cache, block_tables, seq_lens, query_starts)
+    if bound.whole is not None:
+        bound.whole(out, scratch.kept_sums, scratch.kept_maxima, scratch.kept_totals, *read)
+    bound.pieces(*lines, *read)
+    bound.join(out, *lines, plan, seq_lens, query_starts, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launches:
+    """Of one layout of tensors."""
+
+    of_plan: OfPlan
+    num_multiprocessors: int
+    whole: Launch | None  # where all sequences have one new token
+    pieces: Launch
+    join: Launch
+
+
+@once_a_layout
+def _bound(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    scale: float,
+    has_several: bool,
+) -> _Launches | None:
+    """`has_several`: a sequence may have several new tokens. None: there are no tokens."""
     _check(out, query, cache, block_tables, seq_lens, query_starts, scale)
     num_sequences, (num_tokens, num_heads, cached_size) = seq_lens.numel(), query.shape
-    latent_size, block_size = out.shape[2], cache.shape[2]
     if not num_tokens or not num_sequences:
-        return
-    rotary_size, card = cached_size - latent_size, card_of(query.device)
+        return None
+    latent_size, card = out.shape[2], card_of(query.device)
+    rotary_size, programs = cached_size - latent_size, card.num_multiprocessors
     of_card = card.capability, card.max_shared_bytes
     cut = latent_tiling(num_heads, latent_size, rotary_size, query.element_size(), *of_card)
-    sizes = (num_sequences, max_seq_len, num_heads, latent_size, card.num_multiprocessors)
-    if shared is None:
-        lines = num_tokens * triton.cdiv(max_seq_len, SEGMENT)
-        shared = new_scratch(*sizes, query.device, lines).new_pass()
-    scratch = shared.scratch
-    plan = shared.plans.get((0,))
-    if plan is None:
-        _check_scratch(scratch, *sizes)
-        plan = seq_lens.new_empty((NUM_FACTS, num_sequences))
-        plan_kernel[(1,)](
-            plan,
-            seq_lens,
-            query_starts,
-            num_sequences,
-            1,
-            scratch.num_lines,
-            card.num_multiprocessors,
-            0,
-            GROUP=num_heads,
-            KEY_TILE=cut.key_tile,
-            SPLIT_ROWS=cut.piece_rows,
-            WHOLE_ROWS=cut.whole_rows,
-            HAS_WINDOW=False,
-        )
-        shared.plans[(0,)] = plan
     kept: dict[str, Any] = {
         "HEADS": num_heads,
         "KEY_TILE": cut.key_tile,
-        "BLOCK_SIZE": block_size,
+        "BLOCK_SIZE": cache.shape[2],
         "LATENT": latent_size,
         "LATENT_TILE": padded(latent_size),
         "TURNED": rotary_size,
@@ -101,27 +116,22 @@ def latent_attention(
         "num_stages": cut.stages,
         "maxnreg": ALL_REGISTERS,
     }
-    lines_of = (scratch.sums, scratch.maxima, scratch.totals)
-    read = (plan, query, cache, block_tables, seq_lens, query_starts, num_sequences)
-    strides = (query.stride(0), cache.stride(0), block_tables.stride(0), scale * _LOG2_E)
-    if max_query_len > 1:
-        sums, of_rows = (scratch.kept_sums, scratch.kept_maxima, scratch.kept_totals), _rows(cut, cut.whole_rows)
-        whole_kernel[(card.num_multiprocessors,)](out, *sums, *read, out.stride(0), *strides, **of_rows, **kept)
-    programs, of_rows = cut.piece_programs * card.num_multiprocessors, _rows(cut, cut.piece_rows)
-    pieces_kernel[(programs,)](*lines_of, *read, *strides, PROGRAMS=cut.piece_programs, **of_rows, **kept)
+    numbers = (query.stride(0), cache.stride(0), block_tables.stride(0), scale * _LOG2_E)
+    of_whole, of_pieces = _rows(cut, cut.whole_rows), _rows(cut, cut.piece_rows)
+    whole = Launch(whole_kernel, (programs,), (num_sequences, out.stride(0), *numbers), **of_whole, **kept)
+    pieces = Launch(
+        pieces_kernel,
+        (cut.piece_programs * programs,),
+        (num_sequences, *numbers),
+        PROGRAMS=cut.piece_programs,
+        **of_pieces,
+        **kept,
+    )
     num_joined = num_heads // cut.joined_heads
-    join_kernel[(min(num_tokens * num_joined, _JOIN_PROGRAMS * card.num_multiprocessors),)](
-        out,
-        *lines_of,
-        plan,
-        seq_lens,
-        query_starts,
-        None,
-        None,
-        num_sequences,
-        num_joined,
-        out.stride(0),
-        0,
+    join = Launch(
+        join_kernel,
+        (min(num_tokens * num_joined, _JOIN_PROGRAMS * programs),),
+        (num_sequences, num_joined, out.stride(0), 0),
         GROUP=cut.joined_heads,
         GROUP_TILE=cut.joined_heads,
         HEAD_SIZE=latent_size,
@@ -129,6 +139,8 @@ def latent_attention(
         HAS_WINDOW=False,
         maxnreg=JOIN_REGISTERS,
     )
+    of_plan = OfPlan(0, 1, num_heads, cut.key_tile, cut.piece_rows, cut.whole_rows)
+    return _Launches(of_plan, programs, whole if has_several else None, pieces, join)
 
 
 def _rows(cut: LatentTiling, rows: int) -> dict[str, int]:
@@ -144,9 +156,9 @@ def _check(
     query_starts: torch.Tensor,
     scale: float,
 ) -> None:
-    if query.dim() != 3 or out.shape[:2] != query.shape[:2] or out.dtype != query.dtype or query.dtype not in _TYPES:
+    if query.dim() != 3 or out.shape[:2] != query.shape[:2] or out.dtype != query.dtype or query.dtype not in TYPES:
         raise ValueError(f"out {tuple(out.shape)} {out.dtype} does not fit query {tuple(query.shape)} {query.dtype}")
-    if cache.dim() != 4 or cache.shape[1] != 1 or cache.shape[3] != query.shape[2] or cache.dtype not in _TYPES:
+    if cache.dim() != 4 or cache.shape[1] != 1 or cache.shape[3] != query.shape[2] or cache.dtype not in TYPES:
         raise ValueError(f"query {tuple(query.shape)} does not fit a cache of {tuple(cache.shape)} {cache.dtype}")
     if cache.element_size() > query.element_size():
         raise ValueError(f"tiles of a cache of {cache.dtype} have no place beside queries of {query.dtype}")
@@ -166,17 +178,6 @@ def _check(
         raise ValueError("tensors lie on more than one device")
     if scale <= 0:
         raise ValueError(f"scale {scale} is not positive")
-
-
-def _check_scratch(
-    scratch: Scratch, num_sequences: int, max_seq_len: int, num_heads: int, latent_size: int, num_multiprocessors: int
-) -> None:
-    if scratch.sums.shape[1:] != (num_heads, latent_size):
-        raise ValueError(f"scratch of {tuple(scratch.sums.shape)} is not for {num_heads} heads of {latent_size}")
-    if scratch.num_lines < (needed := lines_needed(num_sequences, max_seq_len)):
-        raise ValueError(f"scratch has {scratch.num_lines} lines; these sequences may need {needed}")
-    if len(scratch.kept_sums) < num_multiprocessors * KEPT_ROWS:
-        raise ValueError(f"scratch is not for {num_multiprocessors} multiprocessors")
 
 
 def variants() -> Iterator[Variant]:

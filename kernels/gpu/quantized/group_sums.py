@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.gpu.launch import Launch, once_a_layout
+from kernels.gpu.tiles import cdiv
 from kernels.gpu.variant import Variant
 
 _GROUPS = 64  # of a program: 2,048 elements where a group has 32
@@ -41,13 +43,16 @@ def _group_sums_kernel(  # type: ignore[no-untyped-def]
 
 def group_sums(x: torch.Tensor, group: int, num_groups: int, multiple: int) -> torch.Tensor:
     """See the top of this file; `group` is a power of 2, `multiple` what rows are rounded up to."""
-    count, size = x.shape
-    sums = x.new_empty((num_groups, triton.cdiv(count, multiple) * multiple), dtype=torch.float32)
-    grid = (count, triton.cdiv(num_groups, _GROUPS))
-    _group_sums_kernel[grid](
-        sums, x, sums.stride(0), x.stride(0), ALL=num_groups, SIZE=size, GROUP=group, GROUPS=_GROUPS
-    )
+    sums = x.new_empty((num_groups, cdiv(len(x), multiple) * multiple), dtype=torch.float32)
+    _bound((sums, x), group)(sums, x)
     return sums
+
+
+@once_a_layout
+def _bound(sums: torch.Tensor, x: torch.Tensor, group: int) -> Launch:
+    (count, size), num_groups = x.shape, len(sums)
+    sizes = {"ALL": num_groups, "SIZE": size, "GROUP": group, "GROUPS": _GROUPS}
+    return Launch(_group_sums_kernel, (count, cdiv(num_groups, _GROUPS)), (sums.stride(0), x.stride(0)), **sizes)
 
 
 def variants() -> Iterator[Variant]:

@@ -16,12 +16,14 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous, check_rows
+from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.products import tile_of_program
 from kernels.gpu.quantized.group_sums import group_sums
 from kernels.gpu.quantized.packed_codes import TILE, WIDTH, PackedCodes, chunk_of
 from kernels.gpu.quantized.packed_product import most_registers, stages_of
 from kernels.gpu.quantized.segments import MOST_ROWS, block_m_of
 from kernels.gpu.quantized.unpacking import packed_sum
+from kernels.gpu.tiles import cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
 from kernels.quantized_weight import Numbers
 
@@ -118,8 +120,37 @@ def grouped_quantized_matmul(
     """See `reference.grouped_matmul`; weights of `packed_codes.stacked`. `of_experts`: among how many tokens have
     chosen, where others are elsewhere; rows that went there are at the end of `out`. Raises ValueError for tensors that
     do not fit."""
-    num_experts, num_outputs, size = weights.words.shape[0], weights.out_features, weights.in_features
-    num_rows = out.shape[0]
+    scales = weights.scale, weights.scale_factor
+    of_weights = weights.words, weights.high, *scales, weights.zero, weights.offset, weights.offset_factor
+    shape = weights.out_features, weights.in_features
+    launch = _bound((out, x, *of_weights, starts, rows, bias), *shape, weights.numbers, weights.group, of_experts)
+    if not len(out):
+        return
+    sums = None if weights.offset is None else group_sums(x, weights.group, weights.offset.shape[-2], MOST_ROWS)
+    launch(out, x, *of_weights, sums, starts, rows, bias)
+
+
+@once_a_layout
+def _bound(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    words: torch.Tensor,
+    high: torch.Tensor | None,
+    scale: torch.Tensor,
+    scale_factor: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    offset_factor: torch.Tensor | None,
+    starts: torch.Tensor,
+    rows: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    num_outputs: int,
+    size: int,
+    numbers: Numbers,
+    group: int,
+    of_experts: int | None,
+) -> Launch:
+    num_experts, num_rows = len(words), len(out)
     check_rows("grouped_quantized_matmul", x=x)
     check_rows("grouped_quantized_matmul", out=out)
     check_contiguous("grouped_quantized_matmul", "starts", starts, (num_experts + 1,), x)
@@ -133,39 +164,22 @@ def grouped_quantized_matmul(
         )
     if starts.dtype != torch.int32 or (rows is not None and rows.dtype != torch.int64) or out.dtype != x.dtype:
         raise ValueError("grouped_quantized_matmul: starts must be int32, rows int64, out of the type of x")
-    if not num_rows:
-        return
-    block_m = block_m_of(triton.cdiv(num_rows, of_experts or num_experts))
+    block_m = block_m_of(cdiv(num_rows, of_experts or num_experts))
     row_tiles = num_rows // block_m + min(num_experts, num_rows)
-    num_groups = weights.scale.shape[-2]
-    sums = None if weights.offset is None else group_sums(x, weights.group, num_groups, MOST_ROWS)
-    _grouped_product_kernel[(row_tiles * triton.cdiv(num_outputs, TILE),)](
-        out,
-        x,
-        weights.words,
-        weights.high,
-        weights.scale,
-        weights.scale_factor,
-        weights.zero,
-        weights.offset,
-        weights.offset_factor,
-        sums,
-        starts,
-        rows,
-        bias,
-        row_tiles,
-        out.stride(0),
-        x.stride(0),
-        0 if sums is None else sums.stride(0),
+    sums_stride = 0 if offset is None else cdiv(len(x), MOST_ROWS) * MOST_ROWS
+    return Launch(
+        _grouped_product_kernel,
+        (row_tiles * cdiv(num_outputs, TILE),),
+        (row_tiles, out.stride(0), x.stride(0), sums_stride),
         EXPERTS=num_experts,
-        PADDED_EXPERTS=triton.next_power_of_2(num_experts),
+        PADDED_EXPERTS=next_power_of_2(num_experts),
         OUTPUTS=num_outputs,
         SIZE=size,
-        NUMBERS=weights.numbers.value,
+        NUMBERS=numbers.value,
         WIDTH=WIDTH,
-        GROUP_SIZE=weights.group,
-        CHUNKS=weights.num_chunks,
-        GROUPS=num_groups,
+        GROUP_SIZE=group,
+        CHUNKS=words.shape[-3],
+        GROUPS=scale.shape[-2],
         BLOCK_N=TILE,
         BLOCK_M=block_m,
         num_stages=stages_of(x.dtype),
@@ -181,7 +195,7 @@ def variants() -> Iterator[Variant]:
         ("e2m1", 32, "bf16", 32, 5760, 2880, False),
     ]
     for numbers, group, scale, num_experts, num_outputs, size, has_rows in formats:
-        num_chunks = triton.cdiv(size, chunk_of(Numbers(numbers)))
+        num_chunks = cdiv(size, chunk_of(Numbers(numbers)))
         for block_m in (16, MOST_ROWS):
             pointers = {"out": "*bf16", "x": "*bf16", "words": "*i32", "scale": f"*{scale}", "starts": "*i32"}
             absent = ["high", "scale_factor", "offset", "offset_factor", "sums"]
@@ -196,7 +210,7 @@ def variants() -> Iterator[Variant]:
                 _grouped_product_kernel,
                 pointers | dict.fromkeys(["row_tiles", "out_stride", "x_stride", "sums_stride"], "i32"),
                 dict.fromkeys(absent)
-                | {"EXPERTS": num_experts, "PADDED_EXPERTS": triton.next_power_of_2(num_experts)}
+                | {"EXPERTS": num_experts, "PADDED_EXPERTS": next_power_of_2(num_experts)}
                 | {"OUTPUTS": num_outputs, "SIZE": size, "NUMBERS": numbers, "WIDTH": WIDTH, "GROUP_SIZE": group}
                 | {"CHUNKS": num_chunks, "GROUPS": num_chunks * chunk_of(Numbers(numbers)) // group}
                 | {"BLOCK_N": TILE, "BLOCK_M": block_m},

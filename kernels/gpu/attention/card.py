@@ -1,4 +1,4 @@
-"""What a launch of latent attention asks of a device."""
+"""What launches of attention ask of a device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kernels.gpu.architectures import MAX_SHARED_BYTES
 
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}  # of queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Card:
 
     def dot_type(self, dtype: torch.dtype) -> Any:
         """What products are made of; the interpreter's cannot be of bfloat16."""
-        return tl.float32 if self.is_interpreted and dtype == torch.bfloat16 else _TYPES[dtype]
+        return tl.float32 if self.is_interpreted and dtype == torch.bfloat16 else TYPES[dtype]
 
 
 @cache
