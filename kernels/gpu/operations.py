@@ -20,6 +20,8 @@ from kernels.gpu.matmul import matmul
 from kernels.gpu.quantized.choice import quantized_product
 from kernels.gpu.quantized.grouped_product import grouped_quantized_matmul
 from kernels.gpu.quantized.packed_codes import pack_experts
+from kernels.gpu.quantized.rounded_rms_norm import rounded_rms_norm
+from kernels.gpu.quantized.rounded_silu_and_mul import rounded_silu_and_mul
 from kernels.gpu.reshape_and_cache import reshape_and_cache
 from kernels.gpu.rms_norm import rms_norm
 from kernels.gpu.rotary import rotary
@@ -66,6 +68,8 @@ __all__ = [
     "rms_norm",
     "rotary",
     "rotary_and_cache",
+    "rounded_rms_norm",
+    "rounded_silu_and_mul",
     "route_experts",
     "score_experts",
     "silu_and_mul",

@@ -44,20 +44,38 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < count) & (column < SIZE)
-    y = tl.load(x + row * x_stride + column, mask, 0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        place = residual + row * residual_stride + column
+    y = normed(
+        x + row * x_stride + column,
+        weight + column,
+        residual + row * residual_stride + column if HAS_RESIDUAL else None,
+        mask,
+        column < SIZE,
+        eps,
+        weight_offset,
+        SIZE,
+        HAS_OFFSET,
+    )
+    tl.store(out + row * out_stride + column, y, mask)
+
+
+@triton.jit
+def normed(x, weight, residual, mask, is_weighed, eps, weight_offset, SIZE: tl.constexpr, HAS_OFFSET: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows of the type of `x` whose numbers are at these places [rows, elements], `mask` of them; the sum is stored
+    where `residual` is, None where there is none. `weight`, `is_weighed` [1, elements]."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    y = tl.load(x, mask, 0.0).to(tl.float32)
+    if residual is not None:
         # Rounded before it is normed, as the residual that goes on is.
-        rounded = (y + tl.load(place, mask, 0.0).to(tl.float32)).to(residual.dtype.element_ty)
-        tl.store(place, rounded, mask)
+        rounded = (y + tl.load(residual, mask, 0.0).to(tl.float32)).to(dtype)
+        tl.store(residual, rounded, mask)
         y = rounded.to(tl.float32)
-    w = tl.load(weight + column, column < SIZE, 0.0).to(tl.float32)
+    w = tl.load(weight, is_weighed, 0.0).to(tl.float32)
     y *= tl.rsqrt(tl.sum(y * y, axis=1) / SIZE + eps)[:, None]
     if HAS_OFFSET:
         y *= w + weight_offset
     else:
-        y = y.to(out.dtype.element_ty).to(tl.float32) * w
-    tl.store(out + row * out_stride + column, y.to(out.dtype.element_ty), mask)
+        y = y.to(dtype).to(tl.float32) * w
+    return y.to(dtype)
 
 
 def rms_norm(

@@ -25,10 +25,16 @@ def _silu_and_mul_kernel(out, x, out_stride, x_stride, SIZE: tl.constexpr, BLOCK
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < SIZE
-    gate = tl.load(x + row * x_stride + column, mask).to(tl.float32)
-    up = tl.load(x + row * x_stride + SIZE + column, mask).to(tl.float32)
-    y = gate * tl.sigmoid(gate) * up
-    tl.store(out + row * out_stride + column, y.to(out.dtype.element_ty), mask)
+    x += row * x_stride + column
+    tl.store(out + row * out_stride + column, gated(x, x + SIZE, mask), mask)
+
+
+@triton.jit
+def gated(gate, up, mask):  # type: ignore[no-untyped-def]
+    """Of the type of what is at these places; 0 where nothing is."""
+    x = tl.load(gate, mask, 0.0).to(tl.float32)
+    y = x * tl.sigmoid(x) * tl.load(up, mask, 0.0).to(tl.float32)
+    return y.to(gate.dtype.element_ty)
 
 
 def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from kernels.gpu.quantized.packed_linear import PackedLinear
 from kernels.gpu.quantized.rounded_linear import RoundedLinear
 from kernels.gpu.quantized.rounded_product import CHUNK
 from kernels.gpu.quantized.rounded_rows import rounded_rows
+from kernels.gpu.quantized.rounding import Rounding
 from kernels.gpu.quantized.segments import Cut
 from kernels.quantized_weight import Inputs, Numbers, QuantizedWeight
 from tests.kernels.device import DEVICE
@@ -66,7 +67,8 @@ def test_rows_are_rounded_as_torch_rounds(
     x[4, 0::128] = LARGEST[to]  # of each group: halves are ties
     if zero and to != torch.int8:
         pytest.skip("floats are rounded around 0")
-    codes, scales = rounded_rows(strided(x), to, padded, group=group, scale=scale, zero=zero, multiple=64)
+    rows = rounded_rows(strided(x), Rounding(to, size, group > 0, scale, zero))
+    codes, scales = rows.codes, rows.scales
     assert codes.shape == (5, padded) and bool((codes[:, size:].float() == zero).all())
     found = codes[:, :size].double() - zero
     if scales is None:

@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from kernels import select
+from kernels.gpu.quantized import rounded_product
 from kernels.gpu.quantized.packed_codes import PackedCodes
+from kernels.gpu.quantized.rounded_rows import rounded_rows
+from kernels.gpu.quantized.rounding import RoundedRows, Rounding
 from tests.kernels.device import DEVICE
 from tests.tiny_models import make_tiny_llama
 from tests.worker import test_gpu_path
@@ -26,6 +29,8 @@ from worker_svc.models.loader import check_quantization, load_model
 from worker_svc.models.mlp import Mlp
 from worker_svc.models.packed_linear import PackedLinear
 from worker_svc.models.quantized.quantized_linear import QuantizedLinear
+from worker_svc.models.quantized.separate_products import SeparateProducts
+from worker_svc.models.rows import rounding_of
 
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2}
 PROMPT = random.Random(1).choices(range(VOCAB_SIZE), k=9)
@@ -77,6 +82,30 @@ def test_logits_are_those_of_the_expanded_twin(form: str, tmp_path: Path) -> Non
         assert 1e-4 * exact.std() < (found - exact).abs().mean() < ROUNDED[form] * exact.std()
     else:
         torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("on_gpu_kernels")
+@pytest.mark.parametrize("form", [*ROUNDED, "fp8-static"])
+def test_norm_and_gate_round_rows_for_the_products_behind_them(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the same logits; what is left to round by themselves are rows of attention. Where numbers are needed as well,
+    they stay."""
+    made = make_family("mistral-all", tmp_path / "model", hidden_size=64, intermediate_size=96, **SIZES)
+    model, sizes = load(write_quantised(made, tmp_path, FORMATS[form])[0], DEVICE), []
+
+    def counted(x: torch.Tensor, rounding: Rounding) -> RoundedRows:
+        sizes.append(rounding.size)
+        return rounded_rows(x, rounding)
+
+    monkeypatch.setattr(rounded_product, "rounded_rows", counted)
+    found, num_layers = logits_of(model), len(model.layers)
+    assert len(sizes) == 2 * num_layers  # of two passes
+    qkv = model.layers[0].qkv
+    assert rounding_of([qkv, qkv]) is not None and rounding_of([qkv, SeparateProducts([qkv])]) is None
+    sizes.clear()
+    monkeypatch.setattr(QuantizedLinear, "rounding", None)
+    assert torch.equal(logits_of(model), found) and len(sizes) == 8 * num_layers
 
 
 @pytest.mark.usefixtures("on_gpu_kernels")

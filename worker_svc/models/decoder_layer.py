@@ -23,9 +23,10 @@ from worker_svc.models.experts import Experts
 from worker_svc.models.grouped_experts import GroupedExperts, take_grouped_experts
 from worker_svc.models.linear import Linear, take_linear
 from worker_svc.models.mlp import Mlp
-from worker_svc.models.norm import Norm, RmsNorm, take_norm
+from worker_svc.models.norm import Norm, RmsNorm, normed_rows, take_norm
 from worker_svc.models.parts import ModelPart
 from worker_svc.models.router import take_router
+from worker_svc.models.rows import Rows, applied
 from worker_svc.models.shared_experts import WithShared
 from worker_svc.models.summed import Layer, summed
 from worker_svc.models.weights import Weights
@@ -136,6 +137,11 @@ class DecoderLayer:
         return [self.qkv, *self.head_norms]
 
     @property
+    def _into_heads(self) -> Sequence[Layer]:
+        """The products that read what `input_norm` gives."""
+        return [self.qkv]
+
+    @property
     def weights_bytes(self) -> int:
         """Bytes that its weights occupy on the device."""
         norms = [self.input_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm]
@@ -148,21 +154,23 @@ class DecoderLayer:
         self, update: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, step: StepTensors
     ) -> torch.Tensor:
         """Adds `update` to the residual; the next update, [rows, hidden]. Writes the new keys and values."""
-        self.input_norm(step.normed, update, step.residual)
-        update = self.attention_out(self._attend(key_cache, value_cache, step))
+        rows = normed_rows(self.input_norm, self._into_heads, step.normed, update, step.residual)
+        update = self.attention_out(self._attend(rows, key_cache, value_cache, step))
         if self.attention_post_norm:
             self.attention_post_norm(update, update)
-        self.mlp_norm(step.normed, update, step.residual)
-        update = self.mlp(step.normed)
+        rows = normed_rows(self.mlp_norm, [self.mlp], step.normed, update, step.residual)
+        update = applied(self.mlp, rows)
         if self.mlp_post_norm:
             self.mlp_post_norm(update, update)
         return update
 
-    def _attend(self, key_cache: torch.Tensor, value_cache: torch.Tensor, step: StepTensors) -> torch.Tensor:
-        """What heads attend to, side by side, [rows, config.attended_size]."""
+    def _attend(
+        self, rows: Rows, key_cache: torch.Tensor, value_cache: torch.Tensor, step: StepTensors
+    ) -> torch.Tensor:
+        """What heads attend to, side by side, [rows, config.attended_size]; `rows` for `_into_heads`."""
         config, kernels, attention, num_tokens = self._config, self._kernels, step.attention, step.num_tokens
         query, key, value = (
-            part.unflatten(1, (-1, config.head_size)) for part in self.qkv(step.normed).split(self._part_sizes, dim=1)
+            part.unflatten(1, (-1, config.head_size)) for part in applied(self.qkv, rows).split(self._part_sizes, dim=1)
         )
         tokens, caches = slice(num_tokens), (key_cache, value_cache, attention.slot_mapping)
         if self.cos_sin is None:

@@ -8,15 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
 from worker_svc.models.errors import ModelError
 from worker_svc.models.linear import Linear
+from worker_svc.models.rows import Rows, TakesRounded, applied, rounding_of
 from worker_svc.models.style import DecoderStyle
 
+if TYPE_CHECKING:
+    from kernels.gpu.quantized.rounding import RoundedRows, Rounding
 
-class Mlp:
+
+class Mlp(TakesRounded):
     """Calls map x [T, hidden] to [T, hidden]."""
 
     def __init__(self, inner: Linear, outer: Linear, style: DecoderStyle, kernels: ModuleType) -> None:
@@ -24,15 +29,27 @@ class Mlp:
         self.inner, self.outer = inner, outer
         self._activate = activation(style, kernels)
         self._is_gated = style.is_gated
+        has_rounded = style.is_gated and style.activation == "silu" and "rounded_silu_and_mul" in kernels.__all__
+        self._rounded_gate: Callable[[torch.Tensor, Rounding], RoundedRows] | None = None
+        if has_rounded:
+            self._rounded_gate = kernels.rounded_silu_and_mul
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """See `TakesRounded`."""
+        return rounding_of([self.inner])
 
     @property
     def weight_bytes(self) -> int:
         """Bytes that its weights occupy on the device."""
         return self.inner.weight_bytes + self.outer.weight_bytes
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Rows) -> torch.Tensor:
         """See the formula above."""
-        inner = self.inner(x)
+        inner = applied(self.inner, x)
+        rounding = None if self._rounded_gate is None else rounding_of([self.outer])
+        if self._rounded_gate is not None and rounding is not None:
+            return applied(self.outer, self._rounded_gate(inner, rounding))
         activated = inner.new_empty(inner.shape[0], inner.shape[1] // 2) if self._is_gated else inner
         self._activate(activated, inner)
         return self.outer(activated)

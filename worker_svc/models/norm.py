@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from worker_svc.models.config import ModelConfig
+from worker_svc.models.rows import Rows, rounding_of
+from worker_svc.models.summed import Layer
 from worker_svc.models.weights import Weights
+
+if TYPE_CHECKING:
+    from kernels.gpu.quantized.rounding import RoundedRows, Rounding
 
 
 class Norm(Protocol):
@@ -23,16 +29,29 @@ class Norm(Protocol):
 
 
 class RmsNorm:
-    """See `kernels.oracles.reference.rms_norm`."""
+    """See `kernels.oracles.reference.rms_norm`.
+
+    Attributes:
+        can_round: whether the device's kernels norm and round in one pass.
+    """
 
     def __init__(self, weight: torch.Tensor, eps: float, weight_offset: float, kernels: ModuleType) -> None:
         self.weight, self.eps, self.weight_offset = weight, eps, weight_offset
         self._kernel = kernels.rms_norm
+        self.can_round = "rounded_rms_norm" in kernels.__all__
+        self._rounded = kernels.rounded_rms_norm if self.can_round else None
         self.weight_bytes = weight.nbytes
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         """See `Norm`."""
         self._kernel(out, x, self.weight, eps=self.eps, residual=residual, weight_offset=self.weight_offset)
+
+    def rounded(self, rounding: Rounding, x: torch.Tensor, residual: torch.Tensor | None = None) -> RoundedRows:
+        """What would be written to `out`, rounded, where the kernels can."""
+        assert self._rounded is not None
+        options = {"eps": self.eps, "residual": residual, "weight_offset": self.weight_offset}
+        rows: RoundedRows = self._rounded(x, self.weight, rounding, **options)
+        return rows
 
 
 class LayerNorm:
@@ -55,6 +74,18 @@ class NoNorm:
     def __call__(self, out: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         """See `Norm`."""
         out.copy_(x if residual is None else residual.add_(x))
+
+
+def normed_rows(
+    norm: Norm, layers: Sequence[Layer], out: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None = None
+) -> Rows:
+    """`out` after `norm(out, x, residual)`; or, where nothing but these `layers` reads the result and all want it
+    rounded alike, that, and `out` is left as it was."""
+    rounding = rounding_of(layers) if isinstance(norm, RmsNorm) and norm.can_round else None
+    if rounding is None or not isinstance(norm, RmsNorm):
+        norm(out, x, residual)
+        return out
+    return norm.rounded(rounding, x, residual)
 
 
 def take_norm(config: ModelConfig, weights: Weights, name: str, size: int, kernels: ModuleType) -> Norm:

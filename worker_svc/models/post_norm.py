@@ -20,7 +20,7 @@ class PostNormLayer(DecoderLayer):
     ) -> torch.Tensor:
         """As `DecoderLayer`; returns `update` as it came."""
         step.normed.copy_(step.residual)
-        attended = self._attend(key_cache, value_cache, step)
+        attended = self._attend(step.normed, key_cache, value_cache, step)
         self.input_norm(step.normed, self.attention_out(attended), step.residual)
         step.residual.copy_(step.normed)
         self.mlp_norm(step.normed, self.mlp(step.normed), step.residual)

@@ -24,7 +24,8 @@ from kernels.gpu.checks import check_contiguous, check_rows
 from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.products import tile_of_program
 from kernels.gpu.quantized.packed_codes import TILE
-from kernels.gpu.quantized.rounded_rows import GROUP, fits, rounded_rows
+from kernels.gpu.quantized.rounded_rows import fits, rounded_rows
+from kernels.gpu.quantized.rounding import GROUP, RoundedRows, Rounding, scales_stride
 from kernels.gpu.quantized.segments import MOST_ROWS, Cut, chunks_of_segment
 from kernels.gpu.tiles import cdiv
 from kernels.gpu.variant import Variant
@@ -149,12 +150,10 @@ class RoundedCodes:
 
     out_features: int
     in_features: int
-    is_by_group: bool
     weight: torch.Tensor
     scale: torch.Tensor
-    row_scale: float | None  # of all rows; it is in `scale`, too
-    row_zero: int = 0  # likewise
-    of_zero: torch.Tensor | None = None  # f32[N]: what that adds to every row's outputs; to be taken off with the bias
+    rounding: Rounding  # of rows; a scale that all of them have is in `scale`, too
+    of_zero: torch.Tensor | None = None  # f32[N]: what their zero adds to outputs; taken off with the bias
 
     @property
     def nbytes(self) -> int:
@@ -162,26 +161,26 @@ class RoundedCodes:
         return self.weight.nbytes + self.scale.nbytes
 
 
-def rounded_product(out: torch.Tensor, x: torch.Tensor, weight: RoundedCodes, bias: torch.Tensor | None = None) -> None:
-    """See the top of this file; x [T, K] float32, float16 or bfloat16, rounded here. Raises ValueError for tensors that
-    do not fit."""
-    tensors = out, x, weight.weight, weight.scale, bias
-    bound = _bound(tensors, weight.out_features, weight.in_features, weight.is_by_group, weight.row_scale is not None)
-    if not len(x):
+def rounded_product(
+    out: torch.Tensor, x: torch.Tensor | RoundedRows, weight: RoundedCodes, bias: torch.Tensor | None = None
+) -> None:
+    """See the top of this file; x [T, K] float32, float16 or bfloat16, rounded here, or rounded already as the weight
+    wants it. Raises ValueError for tensors that do not fit."""
+    plain, rounding = None if isinstance(x, RoundedRows) else x, weight.rounding
+    tensors = out, plain, weight.weight, weight.scale, bias
+    bound = _bound(tensors, weight.out_features, weight.in_features, rounding.is_by_group, rounding.scale is not None)
+    if not len(out):
         return
-    codes, row_scale = rounded_rows(
-        x,
-        weight.weight.dtype,
-        len(weight.weight) * CHUNK,
-        group=GROUP if weight.is_by_group else 0,
-        scale=weight.row_scale,
-        zero=weight.row_zero,
-        multiple=MOST_ROWS,
-    )
+    if not isinstance(x, RoundedRows):
+        x = rounded_rows(x, rounding)
+    elif x.rounding != rounding or len(x) != len(out) or x.dtype != out.dtype:
+        raise ValueError(
+            f"rounded_product: {len(x)} rows of {x.rounding} to {tuple(out.shape)} with a weight {rounding}"
+        )
     parts = bound.cut.parts(out)
-    bound.product(parts, codes, weight.weight, row_scale, weight.scale, bias)
+    bound.product(parts, x.codes, weight.weight, x.scales, weight.scale, bias)
     if bound.cut.is_split:
-        bound.add_segments(out, parts, row_scale, weight.scale, bias)
+        bound.add_segments(out, parts, x.scales, weight.scale, bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +193,7 @@ class _Launches:
 @once_a_layout
 def _bound(
     out: torch.Tensor,
-    x: torch.Tensor,
+    x: torch.Tensor | None,
     weight: torch.Tensor,
     scale: torch.Tensor,
     bias: torch.Tensor | None,
@@ -203,7 +202,8 @@ def _bound(
     is_by_group: bool,
     is_given: bool,
 ) -> _Launches:
-    """`is_given`: whether rows' scale is that of all, and in `scale`."""
+    """`x`: None where rows are rounded already. `is_given`: whether rows' scale is that of all, and in `scale`."""
+    x = out.new_empty((len(out), size)) if x is None else x
     count, num_chunks = len(x), len(weight)
     check_rows("rounded_product", x=x)
     check_rows("rounded_product", out=out)
@@ -218,7 +218,7 @@ def _bound(
     product = Launch(
         _rounded_product_kernel,
         cut.grid,
-        (count, num_outputs if cut.is_split else out.stride(0), 0 if is_given else cdiv(count, MOST_ROWS) * MOST_ROWS),
+        (count, num_outputs if cut.is_split else out.stride(0), 0 if is_given else scales_stride(count)),
         OUTPUTS=num_outputs,
         CHUNKS=num_chunks,
         CHUNKS_OF_SEGMENT=cut.segment,
@@ -262,8 +262,8 @@ def round_codes(weight: QuantizedWeight) -> RoundedCodes | None:
     if weight.input_zero and row_scale is not None:
         sums = weight.codes.view(torch.int8).sum(dim=1, dtype=torch.int64) * weight.input_zero
         of_zero = (sums.double() * scale[0, : weight.out_features].double()).float()
-    zero = 0 if of_zero is None else weight.input_zero
-    return RoundedCodes(weight.out_features, size, is_by_group, codes, scale, row_scale, zero, of_zero)
+    rounding = Rounding(dtype, size, is_by_group, row_scale, 0 if of_zero is None else weight.input_zero)
+    return RoundedCodes(weight.out_features, size, codes, scale, rounding, of_zero)
 
 
 def variants() -> Iterator[Variant]:

@@ -13,20 +13,20 @@ or 16 groups of one: a row's codes depend on nothing beside it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels.gpu.launch import Launch, once_a_layout
+from kernels.gpu.quantized.rounding import GROUP, RoundedRows, Rounding, scales_stride
 from kernels.gpu.tiles import MAX_ROW, cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
 
-GROUP = 128  # inputs that share a scale where not all of a row do
 _GROUPS = 16  # of a program
 _ELEMENTS_OF_A_THREAD = 16
-_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
@@ -50,21 +50,78 @@ def _rounded_rows_kernel(  # type: ignore[no-untyped-def]
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     y = tl.load(x + row * x_stride + column, column < SIZE, 0.0).to(tl.float32)
-    if HAS_ZERO:
-        y = tl.clamp(tl.div_rn(y, given_scale) + given_zero, -128.0, 127.0)
-    elif IS_GIVEN:
-        y = tl.clamp(tl.div_rn(y, given_scale), -LARGEST, LARGEST)
+    if IS_GIVEN:
+        y = codes_of(y, given_scale, given_zero, codes.dtype.element_ty, LARGEST, HAS_ZERO)
     else:
-        # NaN counts as infinite: neither may become a number that looks like others.
-        largest = tl.max(tl.where(y != y, float("inf"), tl.abs(y)), axis=1)
-        scale = tl.div_rn(tl.where(largest == 0.0, LARGEST, largest), LARGEST)
+        scale = scale_of(tl.max(magnitude(y), axis=1), LARGEST)
         tl.store(scales + group.to(tl.int64) * scales_stride + row, scale, group * BLOCK < PADDED)
-        y = tl.clamp(tl.div_rn(y, scale[:, None]), -LARGEST, LARGEST)
-    if codes.dtype.element_ty == tl.int8:
+        y = codes_of(y, scale[:, None], given_zero, codes.dtype.element_ty, LARGEST, HAS_ZERO)
+    tl.store(codes + row * PADDED + column, y, column < PADDED)
+
+
+@triton.jit
+def magnitude(y):  # type: ignore[no-untyped-def]
+    """NaN counts as infinite: neither may become a number that looks like others."""
+    return tl.where(y != y, float("inf"), tl.abs(y))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scale_of(largest, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of numbers up to a magnitude; `LARGEST`: code."""
+    return tl.div_rn(tl.where(largest == 0.0, LARGEST, largest), LARGEST)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def codes_of(y, scale, zero, dtype: tl.constexpr, LARGEST: tl.constexpr, HAS_ZERO: tl.constexpr):  # type: ignore[no-untyped-def]
+    """See the top of this file."""
+    y = tl.div_rn(y, scale)
+    if HAS_ZERO:
+        y = tl.clamp(y + zero, -128.0, 127.0)
+    else:
+        y = tl.clamp(y, -LARGEST, LARGEST)
+    if dtype == tl.int8:
         y = (y + 12582912.0) - 12582912.0  # 1.5 x 2^23, beyond which float32 has integers alone
     else:
         y = _rounded_to_e4m3(y)
-    tl.store(codes + row * PADDED + column, y.to(codes.dtype.element_ty), column < PADDED)
+    return y.to(dtype)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_rounded(  # type: ignore[no-untyped-def]
+    codes,
+    scales,
+    y,
+    row,
+    column,
+    first,
+    mask,
+    given_scale,
+    given_zero,
+    scales_stride,
+    PADDED: tl.constexpr,
+    IS_BY_GROUP: tl.constexpr,
+    LARGEST: tl.constexpr,
+    IS_GIVEN: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+):
+    """For kernels that round what they have computed: y f32[R, C] of rows [R, 1] and columns [1, C] from `first` on,
+    zeros past the end; `mask` [R, 1] of rows. C are whole rows, or whole groups where no scale of a whole row is to be
+    found."""
+    dtype: tl.constexpr = codes.dtype.element_ty
+    place = codes + row * PADDED + column
+    if IS_GIVEN:
+        y = codes_of(y, given_scale, given_zero, dtype, LARGEST, HAS_ZERO)
+    elif IS_BY_GROUP:
+        of_groups = tl.reshape(y, (y.shape[0], y.shape[1] // 128, 128))
+        scale = scale_of(tl.max(magnitude(of_groups), axis=2), LARGEST)
+        group = first // 128 + tl.arange(0, y.shape[1] // 128)[None, :]
+        tl.store(scales + group.to(tl.int64) * scales_stride + row, scale, mask & (group * 128 < PADDED))
+        y = tl.reshape(codes_of(of_groups, scale[:, :, None], given_zero, dtype, LARGEST, HAS_ZERO), y.shape)
+    else:
+        scale = scale_of(tl.max(magnitude(y), axis=1), LARGEST)[:, None]
+        tl.store(scales + row, scale, mask)
+        y = codes_of(y, scale, given_zero, dtype, LARGEST, HAS_ZERO)
+    tl.store(place, y, mask & (column < PADDED))
 
 
 @triton.jit
@@ -75,49 +132,29 @@ def _rounded_to_e4m3(y):  # type: ignore[no-untyped-def]
     return tl.where(tl.abs(y) < 0.015625, (y + 24576.0) - 24576.0, bits.to(tl.float32, bitcast=True))
 
 
-def rounded_rows(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    padded: int,
-    *,
-    group: int,
-    scale: float | None,
-    zero: int = 0,
-    multiple: int,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Codes and scales; see the top of this file. `padded`: K rounded up; `group`: 0 for whole rows, of 32,768 elements
-    at most, or 128; `scale` of all rows, where there are no others, and `zero`; `multiple`: what rows' scales are
-    rounded up to. Inputs past the end have the code of the number 0."""
-    is_given = scale is not None
-    launch, shape_of_scales = _bound((x,), dtype, padded, group, is_given, zero != 0, multiple)
-    codes = x.new_empty((len(x), padded), dtype=dtype)
-    scales = None if is_given else x.new_empty(shape_of_scales, dtype=torch.float32)
-    launch(codes, scales, x, 0.0 if scale is None else scale, float(zero))
-    return codes, scales
+def rounded_rows(x: torch.Tensor, rounding: Rounding) -> RoundedRows:
+    """x [T, K]; see the top of this file. Whole rows have 32,768 elements at most. Inputs past the end have the code of
+    the number 0."""
+    launch = _bound((x,), *rounding.form)
+    rows = rounding.empty(len(x), x)
+    launch(rows.codes, rows.scales, x, *rounding.given)
+    return rows
 
 
 @once_a_layout
-def _bound(
-    x: torch.Tensor, dtype: torch.dtype, padded: int, group: int, is_given: bool, has_zero: bool, multiple: int
-) -> tuple[Launch, tuple[int, int]]:
-    """And the shape of the scales."""
-    count, size = x.shape
-    block, groups = group or next_power_of_2(padded), _GROUPS if group else 1
-    num_groups, width = cdiv(padded, block), cdiv(count, multiple) * multiple
-    launch = Launch(
+def _bound(x: torch.Tensor, *form: Any) -> Launch:
+    rounding, count = Rounding(*form), len(x)
+    block, groups = (GROUP, _GROUPS) if rounding.is_by_group else (next_power_of_2(rounding.padded), 1)
+    return Launch(
         _rounded_rows_kernel,
-        (count, cdiv(num_groups, groups)),
-        (width, x.stride(0)),
-        SIZE=size,
-        PADDED=padded,
+        (count, cdiv(cdiv(rounding.padded, block), groups)),
+        (scales_stride(count), x.stride(0)),
+        SIZE=rounding.size,
         GROUPS=groups,
         BLOCK=block,
-        LARGEST=_LARGEST[dtype],
-        IS_GIVEN=is_given,
-        HAS_ZERO=has_zero,
+        **rounding.constants,
         num_warps=_num_warps(groups * block),
     )
-    return launch, (num_groups, width)
 
 
 def fits(size: int) -> bool:
@@ -131,23 +168,44 @@ def _num_warps(elements: int) -> int:
 
 def variants() -> Iterator[Variant]:
     """Both types by rows, E4M3 by groups too, and a scale that is given, with a zero or without."""
-    plain, static, shifted = "", " static", " static with zero"
-    cases = [("i8", 4096, 0, plain), ("i8", 14336, 0, static), ("fp8e4nv", 14336, 0, plain), ("fp8e4nv", 584, 0, plain)]
-    cases += [("fp8e4nv", 7168, GROUP, plain), ("fp8e4nv", 4096, 0, static), ("i8", 4096, 0, shifted)]
-    for dtype, size, group, kind in cases:
-        is_given = kind != plain
-        padded = triton.cdiv(size, 128) * 128
-        block, groups = group or triton.next_power_of_2(padded), _GROUPS if group else 1
-        pointers = {"codes": f"*{dtype}", "x": "*bf16"} | ({} if is_given else {"scales": "*fp32"})
-        yield Variant(
-            f"rounded_rows {dtype} {size}{' by group' * (group > 0)}{kind}",
+    cases = [(torch.int8, 4096, False, None, 0), (torch.int8, 14336, False, 1.0, 0), (torch.int8, 4096, False, 1.0, 1)]
+    cases += [(torch.float8_e4m3fn, size, False, None, 0) for size in (14336, 584)]
+    cases += [(torch.float8_e4m3fn, 7168, True, None, 0), (torch.float8_e4m3fn, 4096, False, 1.0, 0)]
+    for rounding in (Rounding(*case) for case in cases):
+        block, groups = (GROUP, _GROUPS) if rounding.is_by_group else (next_power_of_2(rounding.padded), 1)
+        yield rounding_variant(
+            "rounded_rows",
             _rounded_rows_kernel,
-            pointers | {"given_scale": "fp32", "given_zero": "fp32", "scales_stride": "i32", "x_stride": "i32"},
-            ({"scales": None} if is_given else {})
-            | {"SIZE": size, "PADDED": padded, "GROUPS": groups, "BLOCK": block}
-            | {"LARGEST": 127.0 if dtype == "i8" else 448.0, "IS_GIVEN": is_given, "HAS_ZERO": kind == shifted},
+            rounding,
+            {"x": "*bf16", "x_stride": "i32"},
+            {"GROUPS": groups, "BLOCK": block},
             num_warps=_num_warps(groups * block),
-            divisible_by_16=(*pointers, "scales_stride", *["x_stride"] * (size % 16 == 0)),
-            may_spill=False,
-            capabilities=range(89, 130) if dtype == "fp8e4nv" else range(75, 130),
         )
+
+
+def rounding_variant(
+    name: str,
+    kernel: Any,
+    rounding: Rounding,
+    signature: Mapping[str, str],
+    constants: Mapping[str, object],
+    *,
+    num_warps: int,
+) -> Variant:
+    """Of a kernel that rounds rows; `signature` and `constants` without what all such kernels have."""
+    is_int8, is_given = rounding.dtype == torch.int8, rounding.scale is not None
+    pointers = {"codes": "*i8" if is_int8 else "*fp8e4nv"} | ({} if is_given else {"scales": "*fp32"})
+    numbers = {"given_scale": "fp32", "given_zero": "fp32", "scales_stride": "i32"}
+    wide = ["x_stride", "residual_stride"] * (rounding.size % 16 == 0)
+    aligned = [name for name, kind in signature.items() if kind[0] == "*" or name in wide]
+    kind = " by group" * rounding.is_by_group + " static" * is_given + " with zero" * (rounding.zero != 0)
+    return Variant(
+        f"{name} {pointers['codes'][1:]} {rounding.size}{kind}",
+        kernel,
+        {**pointers, **signature, **numbers},
+        ({"scales": None} if is_given else {}) | dict(constants) | {"SIZE": rounding.size} | rounding.constants,
+        num_warps=num_warps,
+        divisible_by_16=(*pointers, "scales_stride", *aligned),
+        may_spill=False,
+        capabilities=range(75, 130) if is_int8 else range(89, 130),
+    )

@@ -19,8 +19,10 @@ import torch
 from worker_svc.models.decoder_layer import DecoderLayer, HasWeight, StepTensors
 from worker_svc.models.latent.head_products import head_products
 from worker_svc.models.linear import take_linear
-from worker_svc.models.norm import take_norm
+from worker_svc.models.norm import normed_rows, take_norm
 from worker_svc.models.parts import ModelPart
+from worker_svc.models.rows import Rows, applied
+from worker_svc.models.summed import Layer
 from worker_svc.models.weights import Weights
 
 
@@ -70,14 +72,20 @@ class LatentLayer(DecoderLayer):
         ]
         return [each for each in parts if each is not None]
 
-    def _attend(self, key_cache: torch.Tensor, value_cache: torch.Tensor, step: StepTensors) -> torch.Tensor:
+    @property
+    def _into_heads(self) -> Sequence[Layer]:
+        return [self._query if self._query_down is None else self._query_down, self._key_down]
+
+    def _attend(
+        self, rows: Rows, key_cache: torch.Tensor, value_cache: torch.Tensor, step: StepTensors
+    ) -> torch.Tensor:
         latent, kernels, attention, num_tokens = self._latent, self._kernels, step.attention, step.num_tokens
-        narrow = step.normed
+        of_query = rows
         if self._query_down is not None and self._query_norm is not None:
-            narrow = self._query_down(step.normed)
-            self._query_norm(narrow, narrow)
+            narrow = applied(self._query_down, rows)
+            of_query = normed_rows(self._query_norm, [self._query], narrow, narrow)
         plain, turning = (
-            self._query(narrow)
+            applied(self._query, of_query)
             .unflatten(1, (-1, latent.query_size))
             .split([latent.plain_size, latent.rotary_size], dim=2)
         )
@@ -87,7 +95,7 @@ class LatentLayer(DecoderLayer):
         kernels.latent_and_cache(
             query[tokens, :, latent.latent_size :],
             turning[tokens],
-            self._key_down(step.normed)[tokens],
+            applied(self._key_down, rows)[tokens],
             self._key_norm,
             step.positions[tokens],
             self.cos_sin,

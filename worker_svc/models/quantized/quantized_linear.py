@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
+from worker_svc.models.rows import Rows, TakesRounded
+
 if TYPE_CHECKING:
     from kernels.cpu.products.layer_product import Product
+    from kernels.gpu.quantized.rounding import RoundedRows, Rounding
 
 
 class QuantizedProduct(Protocol):
@@ -19,17 +22,38 @@ class QuantizedProduct(Protocol):
         """out [T, out_features] = x [T, in_features] W^T + bias."""
 
 
-class QuantizedLinear:
+@runtime_checkable
+class RoundingProduct(Protocol):
+    """One that takes rows which whoever made them has rounded."""
+
+    rounding: Rounding | None  # as this says; None: it does not take them after all
+
+    def multiply(self, out: torch.Tensor, x: torch.Tensor | RoundedRows) -> None:
+        """As `QuantizedProduct`, with either."""
+
+
+class QuantizedLinear(TakesRounded):
     """See `Linear`."""
 
     def __init__(self, product: QuantizedProduct, out_features: int) -> None:
         self._product, self._out_features = product, out_features
+        self._rounding_product = product if isinstance(product, RoundingProduct) else None
+        self._rounding = None if self._rounding_product is None else self._rounding_product.rounding
         self.weight_bytes = product.weight_bytes
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def rounding(self) -> Rounding | None:
+        """See `TakesRounded`."""
+        return self._rounding
+
+    def __call__(self, x: Rows) -> torch.Tensor:
         """See `Linear`."""
-        out = x.new_empty(x.shape[0], self._out_features)
-        self._product.multiply(out, x)
+        out = x.new_empty(len(x), self._out_features)
+        if isinstance(x, torch.Tensor):
+            self._product.multiply(out, x)
+        else:
+            assert self._rounding_product is not None
+            self._rounding_product.multiply(out, x)
         return out
 
 
