@@ -70,7 +70,10 @@ def normed(x, weight, residual, mask, is_weighed, eps, weight_offset, SIZE: tl.c
         tl.store(residual, rounded, mask)
         y = rounded.to(tl.float32)
     w = tl.load(weight, is_weighed, 0.0).to(tl.float32)
-    y *= tl.rsqrt(tl.sum(y * y, axis=1) / SIZE + eps)[:, None]
+    # Squares are rounded before they are added: of a product and a sum a compiler may make one operation in one kernel
+    # and two in another, and kernels that round what is normed here are to have the bits of this one.
+    squares = tl.fma(y, y, tl.zeros_like(y))
+    y *= tl.rsqrt(tl.sum(squares, axis=1) / SIZE + eps)[:, None]
     if HAS_OFFSET:
         y *= w + weight_offset
     else:

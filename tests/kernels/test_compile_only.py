@@ -43,6 +43,25 @@ for op, name in (("toys.add", "add bf16"), ("faulty_toys.spilling", "spilling, a
     print(json.dumps({"said": said.as_dict(), "usage": usage, "local_stores": code.count("STL")}))
 """
 
+# How the sums of both norms are laid out over threads, and in how many operations they are made of squares.
+_NORMS = """
+import re
+import triton
+from kernels.bench.compiler import source_of
+from kernels.gpu import rms_norm
+from kernels.gpu.quantized import rounded_rms_norm
+from triton.backends.compiler import GPUTarget
+
+for variant in (*rms_norm.variants(), *rounded_rms_norm.variants()):
+    if variant.name in ("rms_norm bf16 4096 residual", "rounded_rms_norm fp8e4nv 4096"):
+        options = {"num_warps": variant.num_warps}
+        kernel = triton.compile(source_of(variant), target=GPUTarget("cuda", 90, 32), options=options)
+        ir = kernel.asm["ttgir"]
+        operand = re.search(r"addf.*?: \\(tensor<(\\S+), (#\\w+)>\\) ->", ir, re.S)
+        layout = re.search(f"^{operand[2]} = (.*)$", ir, re.M)[1]
+        print(operand[1], layout, kernel.asm["ptx"].count("fma.rn.f32"))
+"""
+
 # Loops of both kernels of attention on a card that multiplies out of registers.
 _ATTENTION = """
 import subprocess, tempfile
@@ -92,6 +111,14 @@ def test_rows_of_attention_stay_with_their_warps(environment: dict[str, str]) ->
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["2 2 0 0"] * 2
+
+
+def test_a_norm_that_rounds_sums_in_the_order_of_one_that_does_not(environment: dict[str, str]) -> None:
+    """Which the interpreter does not show: else a card would give them other bits."""
+    done = subprocess.run([sys.executable, "-c", _NORMS], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    plain, rounded = done.stdout.splitlines()
+    assert plain == rounded and plain.startswith("1x4096xf32 #ttg.blocked") and plain.endswith(" 16")
 
 
 def test_kernels_without_fault_pass_and_a_second_run_compiles_nothing(environment: dict[str, str]) -> None:

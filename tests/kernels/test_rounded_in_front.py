@@ -99,9 +99,11 @@ def test_products_take_rows_that_are_rounded_already(kind: str) -> None:
     product = quantized_product(weight_of(kind, 37, 300), normal(37))
     assert isinstance(product, RoundedLinear)
     assert (product.rounding is None) == KINDS[kind][0].is_ordered
-    if product.rounding is not None:
-        x = normal(5, 300, seed=3)
-        expected, found = normal(5, 37), normal(5, 37)
+    x, expected, found = normal(5, 300, seed=3), normal(5, 37), normal(5, 37)
+    if product.rounding is None:
+        with pytest.raises(ValueError, match="an order of their own"):
+            product.multiply(found, rounded_rows(x, rounding_of("fp8 static", 300)))
+    else:
         product.multiply(expected, x)
         product.multiply(found, rounded_rows(x, product.rounding))
         assert torch.equal(found, expected)

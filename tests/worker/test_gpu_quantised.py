@@ -85,13 +85,20 @@ def test_logits_are_those_of_the_expanded_twin(form: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("on_gpu_kernels")
-@pytest.mark.parametrize("form", [*ROUNDED, "fp8-static"])
+@pytest.mark.parametrize(
+    ("family", "form", "alone", "in_all"),
+    [
+        *[("mistral-all", form, 6, 24) for form in (*ROUNDED, "fp8-static")],
+        ("mixtral", "int8-channel", 6, 12),  # experts and router read numbers
+        ("deepseek-v3", "int8-channel", 10, 36),  # two products read what a norm gives
+    ],
+)
 def test_norm_and_gate_round_rows_for_the_products_behind_them(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, form: str, alone: int, in_all: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the same logits; what is left to round by themselves are rows of attention. Where numbers are needed as well,
-    they stay."""
-    made = make_family("mistral-all", tmp_path / "model", hidden_size=64, intermediate_size=96, **SIZES)
+    """To the same logits. In two passes of three layers so many rows are rounded by themselves, of so many: those of
+    attention, and where something else needs the numbers."""
+    made = make_family(family, tmp_path / "model")
     model, sizes = load(write_quantised(made, tmp_path, FORMATS[form])[0], DEVICE), []
 
     def counted(x: torch.Tensor, rounding: Rounding) -> RoundedRows:
@@ -99,13 +106,13 @@ def test_norm_and_gate_round_rows_for_the_products_behind_them(
         return rounded_rows(x, rounding)
 
     monkeypatch.setattr(rounded_product, "rounded_rows", counted)
-    found, num_layers = logits_of(model), len(model.layers)
-    assert len(sizes) == 2 * num_layers  # of two passes
-    qkv = model.layers[0].qkv
-    assert rounding_of([qkv, qkv]) is not None and rounding_of([qkv, SeparateProducts([qkv])]) is None
+    found = logits_of(model)
+    assert len(sizes) == alone
+    out = model.layers[0].attention_out
+    assert rounding_of([out, out]) is not None and rounding_of([out, SeparateProducts([out])]) is None
     sizes.clear()
     monkeypatch.setattr(QuantizedLinear, "rounding", None)
-    assert torch.equal(logits_of(model), found) and len(sizes) == 8 * num_layers
+    assert torch.equal(logits_of(model), found) and len(sizes) == in_all
 
 
 @pytest.mark.usefixtures("on_gpu_kernels")

@@ -38,7 +38,9 @@ class RoundedLinear:
     def multiply(self, out: torch.Tensor, x: torch.Tensor | RoundedRows) -> None:
         """out [T, N], x [T, K]: rows of adjacent elements at any stride, of one type of 16 or 32 bits; or such rows,
         rounded as `rounding` says."""
-        if self._order is not None and isinstance(x, torch.Tensor):
+        if self._order is not None:
+            if isinstance(x, RoundedRows):
+                raise ValueError("rounded_product: inputs have an order of their own, and rows are rounded already")
             x = x.index_select(1, self._order)
         rounded_product(out, x, self._codes, self._bias)
 

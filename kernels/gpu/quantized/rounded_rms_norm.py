@@ -68,7 +68,6 @@ def _rounded_rms_norm_kernel(  # type: ignore[no-untyped-def]
         scales,
         y,
         row,
-        column,
         0,
         row < count,
         given_scale,

@@ -92,7 +92,6 @@ def store_rounded(  # type: ignore[no-untyped-def]
     scales,
     y,
     row,
-    column,
     first,
     mask,
     given_scale,
@@ -104,24 +103,28 @@ def store_rounded(  # type: ignore[no-untyped-def]
     IS_GIVEN: tl.constexpr,
     HAS_ZERO: tl.constexpr,
 ):
-    """For kernels that round what they have computed: y f32[R, C] of rows [R, 1] and columns [1, C] from `first` on,
+    """For kernels that round what they have computed: y f32[R, C] of rows [R, 1] and C columns from `first` on,
     zeros past the end; `mask` [R, 1] of rows. C are whole rows, or whole groups where no scale of a whole row is to be
     found."""
     dtype: tl.constexpr = codes.dtype.element_ty
-    place = codes + row * PADDED + column
+    groups: tl.constexpr = y.shape[1] // 128
+    # By groups of 128 in any case: Triton gives accesses of one shape one layout, and were codes [R, C] like what y was
+    # summed from, eight bits would ask for another order of that sum than 16 do.
+    shape: tl.constexpr = (y.shape[0], groups, 128)
+    group = first // 128 + tl.arange(0, groups)[None, :]
+    k = group[:, :, None] * 128 + tl.arange(0, 128)[None, None, :]
     if IS_GIVEN:
-        y = codes_of(y, given_scale, given_zero, dtype, LARGEST, HAS_ZERO)
+        y = codes_of(tl.reshape(y, shape), given_scale, given_zero, dtype, LARGEST, HAS_ZERO)
     elif IS_BY_GROUP:
-        of_groups = tl.reshape(y, (y.shape[0], y.shape[1] // 128, 128))
-        scale = scale_of(tl.max(magnitude(of_groups), axis=2), LARGEST)
-        group = first // 128 + tl.arange(0, y.shape[1] // 128)[None, :]
+        y = tl.reshape(y, shape)
+        scale = scale_of(tl.max(magnitude(y), axis=2), LARGEST)
         tl.store(scales + group.to(tl.int64) * scales_stride + row, scale, mask & (group * 128 < PADDED))
-        y = tl.reshape(codes_of(of_groups, scale[:, :, None], given_zero, dtype, LARGEST, HAS_ZERO), y.shape)
+        y = codes_of(y, scale[:, :, None], given_zero, dtype, LARGEST, HAS_ZERO)
     else:
         scale = scale_of(tl.max(magnitude(y), axis=1), LARGEST)[:, None]
         tl.store(scales + row, scale, mask)
-        y = codes_of(y, scale, given_zero, dtype, LARGEST, HAS_ZERO)
-    tl.store(place, y, mask & (column < PADDED))
+        y = codes_of(tl.reshape(y, shape), scale[:, :, None], given_zero, dtype, LARGEST, HAS_ZERO)
+    tl.store(codes + row[:, :, None] * PADDED + k, y, mask[:, :, None] & (k < PADDED))
 
 
 @triton.jit

@@ -52,7 +52,6 @@ def _rounded_silu_and_mul_kernel(  # type: ignore[no-untyped-def]
         scales,
         y,
         row,
-        column,
         first,
         row >= 0,
         given_scale,
