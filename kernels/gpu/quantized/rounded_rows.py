@@ -65,7 +65,7 @@ def magnitude(y):  # type: ignore[no-untyped-def]
     return tl.where(y != y, float("inf"), tl.abs(y))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def scale_of(largest, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
     """Of numbers up to a magnitude; `LARGEST`: code."""
     return tl.div_rn(tl.where(largest == 0.0, LARGEST, largest), LARGEST)
