@@ -41,11 +41,11 @@ from protos import inference_pb2, worker_pb2
 from worker_svc.host import uploads
 from worker_svc.host.output_copies import HostOutput
 from worker_svc.mirror.sequence_states import SequenceStates
-from worker_svc.models import linear
 from worker_svc.models.config import ModelConfig
-from worker_svc.models.float_linear import FloatLinear
 from worker_svc.models.loader import load_model
 from worker_svc.models.names import LLAMA, MIXTRAL
+from worker_svc.models.products import linear
+from worker_svc.models.products.float_linear import FloatLinear
 from worker_svc.models.rope import Rope
 from worker_svc.models.style import DecoderStyle, ExpertStyle
 from worker_svc.steps.launched_step import Launched

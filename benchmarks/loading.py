@@ -86,7 +86,7 @@ def measure(model: str, kind: str, is_cold: bool, paths: list[Path]) -> dict[str
 
 def weight_files(folder: Path) -> list[Path]:
     """The files that a worker would load from this folder."""
-    from worker_svc.models.checkpoint_files import checkpoint_paths, detect_format
+    from worker_svc.models.checkpoint.checkpoint_files import checkpoint_paths, detect_format
 
     return checkpoint_paths(folder, detect_format(folder))
 

@@ -40,12 +40,12 @@ from worker_svc.cache.cache_engine import CacheEngine
 from worker_svc.models.attention import AttentionMetadata
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder import Decoder
-from worker_svc.models.float_linear import FloatLinear
 from worker_svc.models.fused_layers import FusedLayers
-from worker_svc.models.int4_linear import Int4Linear
-from worker_svc.models.int8_linear import Int8Linear
 from worker_svc.models.loader import Model, load_model
-from worker_svc.models.packed_linear import PackedLinear
+from worker_svc.models.products.float_linear import FloatLinear
+from worker_svc.models.products.int4_linear import Int4Linear
+from worker_svc.models.products.int8_linear import Int8Linear
+from worker_svc.models.products.packed_linear import PackedLinear
 
 RESULTS = Path(__file__).parent / "results"
 _BLOCK_SIZE = 16

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from worker_svc.models.checkpoint.gguf_folder import model_folder
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder import Decoder
-from worker_svc.models.gguf_folder import model_folder
 from worker_svc.models.loader import load_model
 
 

@@ -41,8 +41,8 @@ from worker_svc.host.graph_backend import CudaGraphBackend
 from worker_svc.host.memory import GIB
 from worker_svc.models import ModelConfig
 from worker_svc.models.cache_scales.found_scales import find_scales
+from worker_svc.models.checkpoint.gguf_folder import model_folder
 from worker_svc.models.decoder import Decoder
-from worker_svc.models.gguf_folder import model_folder
 from worker_svc.models.latent.latent_config import check_cache_type
 from worker_svc.models.loader import load_model
 from worker_svc.models.parts import ModelPart

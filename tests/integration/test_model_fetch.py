@@ -217,7 +217,7 @@ def test_a_worker_loads_the_file_itself(tmp_path: Path, llama: Any, byte_tokeniz
 
     from tests.worker.model_cases import Stepper
     from worker_svc.models import ModelConfig, ModelError
-    from worker_svc.models.gguf_folder import model_folder
+    from worker_svc.models.checkpoint.gguf_folder import model_folder
     from worker_svc.models.loader import load_model
     from worker_svc.tokenizers.tokenizer_files import TokenizerFiles
 

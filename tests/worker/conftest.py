@@ -10,8 +10,8 @@ from octavo.shared.cores import allowed_cores
 from octavo.worker_process import WorkerProcess
 from tests.forked_worker import fork
 from worker_svc.host.busy_cores import read_core_times
-from worker_svc.models import linear
-from worker_svc.models.float_linear import FloatLinear
+from worker_svc.models.products import linear
+from worker_svc.models.products.float_linear import FloatLinear
 
 
 @pytest.fixture

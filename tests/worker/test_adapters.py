@@ -29,9 +29,9 @@ from worker_svc.adapters.sites import sites_of
 from worker_svc.errors import ProtocolError
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder import Decoder
-from worker_svc.models.float_linear import FloatLinear
 from worker_svc.models.loader import load_model
 from worker_svc.models.parts import ModelPart
+from worker_svc.models.products.float_linear import FloatLinear
 from worker_svc.models.step_adapters import StepAdapters
 from worker_svc.parallel.ranks import OnlyRank, Ranks
 

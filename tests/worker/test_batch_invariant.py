@@ -22,9 +22,9 @@ from tests.worker.families import FAMILIES, VOCAB_SIZE, make_family
 from tests.worker.model_cases import Stepper
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.errors import ModelError
-from worker_svc.models.float_linear import FloatLinear
 from worker_svc.models.loader import Model, load_model
-from worker_svc.models.tiled_linear import TiledLinear
+from worker_svc.models.products.float_linear import FloatLinear
+from worker_svc.models.products.tiled_linear import TiledLinear
 
 COMPANIES = (1, 2, 3, 17, 64, 333)  # rows of a step, the row in question included
 LONGEST = 200  # tokens of a sequence

@@ -13,9 +13,9 @@ import torch
 from tests.tiny_models import make_tiny_llama
 from tests.worker.gguf_files import write_gguf
 from tests.worker.model_cases import Stepper
+from worker_svc.models.checkpoint.gguf_folder import model_folder
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder import Decoder
-from worker_svc.models.gguf_folder import model_folder
 from worker_svc.models.loader import load_model
 
 VOCAB_SIZE, HIDDEN, INTERMEDIATE = 1031, 64, 160

@@ -20,8 +20,8 @@ from tests.worker.exact_logits import Truth, truth_of, truth_of_folder
 from tests.worker.families import VOCAB_SIZE, make_family
 from tests.worker.gguf_files import write_gguf
 from tests.worker.model_cases import Stepper
+from worker_svc.models.checkpoint.gguf_folder import model_folder
 from worker_svc.models.config import ModelConfig, ModelError
-from worker_svc.models.gguf_folder import model_folder
 from worker_svc.models.loader import load_model
 
 _LLAMA3 = {

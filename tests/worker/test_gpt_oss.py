@@ -27,17 +27,17 @@ from tests.worker.families import VOCAB_SIZE, make_family
 from tests.worker.model_cases import Stepper
 from tests.worker.mxfp4_checkpoints import CONFIG, SIZES, make_mxfp4, quantise
 from tests.worker.ranks_in_threads import on_all_ranks
+from worker_svc.models.checkpoint.stored_tensor import MadeTensor, StoredTensor
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
-from worker_svc.models.experts import Experts
-from worker_svc.models.grouped_experts import GroupedExperts
+from worker_svc.models.experts.experts import Experts
+from worker_svc.models.experts.grouped_experts import GroupedExperts
 from worker_svc.models.loader import load_model
-from worker_svc.models.packed_linear import PackedLinear
 from worker_svc.models.parts import ModelPart
+from worker_svc.models.products.packed_linear import PackedLinear
 from worker_svc.models.quantized.mxfp4 import Mxfp4Tensor
 from worker_svc.models.quantized.quantized_linear import QuantizedLinear
 from worker_svc.models.quantized.stored_module import StoredModule
-from worker_svc.models.stored_tensor import MadeTensor, StoredTensor
 from worker_svc.parallel.ranks import Ranks
 
 PROMPT = random.Random(1).choices(range(VOCAB_SIZE), k=70)  # more than a window

@@ -23,14 +23,14 @@ from tests.worker.quantised_checkpoints import FORMATS, write_quantised
 from worker_svc.models import loader
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
-from worker_svc.models.float_linear import FloatLinear
-from worker_svc.models.grouped_experts import GroupedExperts
+from worker_svc.models.experts.grouped_experts import GroupedExperts
 from worker_svc.models.loader import check_quantization, load_model
 from worker_svc.models.mlp import Mlp
-from worker_svc.models.packed_linear import PackedLinear
+from worker_svc.models.products.float_linear import FloatLinear
+from worker_svc.models.products.packed_linear import PackedLinear
+from worker_svc.models.products.rows import rounding_of
 from worker_svc.models.quantized.quantized_linear import QuantizedLinear
 from worker_svc.models.quantized.separate_products import SeparateProducts
-from worker_svc.models.rows import rounding_of
 
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2}
 PROMPT = random.Random(1).choices(range(VOCAB_SIZE), k=9)

@@ -13,16 +13,16 @@ from kernels.gpu.quantized.packed_codes import PackedCodes
 from tests.kernels.device import DEVICE, IS_INTERPRETED
 from tests.worker.ranks_in_threads import on_all_ranks
 from tests.worker.test_cache_engine import CONFIG
+from worker_svc.models.checkpoint.weights import DummyWeights
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder_layer import _take_mlp
-from worker_svc.models.experts import Experts
-from worker_svc.models.grouped_experts import GroupedExperts
+from worker_svc.models.experts.experts import Experts
+from worker_svc.models.experts.grouped_experts import GroupedExperts
 from worker_svc.models.names import GPT_OSS, MIXTRAL
 from worker_svc.models.parts import ModelPart
+from worker_svc.models.products.summed import Summed
 from worker_svc.models.quantized.fp8_store import Fp8Store
 from worker_svc.models.style import DecoderStyle, ExpertStyle
-from worker_svc.models.summed import Summed
-from worker_svc.models.weights import DummyWeights
 from worker_svc.parallel.ranks import OnlyRank, Ranks
 
 # The interpreter's numpy says so where a GPU's sigmoid of a large negative number is 0 without a word.

@@ -15,10 +15,10 @@ from tests.tiny_models import make_tiny_llama
 from tests.worker.model_cases import Stepper
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder import Decoder
-from worker_svc.models.int4_linear import Int4Linear
-from worker_svc.models.int8_linear import Int8Linear
 from worker_svc.models.loader import load_model
 from worker_svc.models.mlp import Mlp
+from worker_svc.models.products.int4_linear import Int4Linear
+from worker_svc.models.products.int8_linear import Int8Linear
 
 LENGTHS = [1, 7, 83, 200]  # more rows than an MLP takes at once
 SEQUENCES = [random.Random(length).choices(range(1000), k=length + 1) for length in LENGTHS]

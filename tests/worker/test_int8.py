@@ -15,13 +15,13 @@ from tests.tiny_models import make_tiny_llama
 from tests.worker.families import FAMILIES, VOCAB_SIZE, make_family
 from tests.worker.gguf_files import write_gguf
 from tests.worker.model_cases import Stepper
+from worker_svc.models.checkpoint.gguf_folder import model_folder
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
-from worker_svc.models.gguf_folder import model_folder
-from worker_svc.models.int4_linear import Int4Linear
-from worker_svc.models.int8_linear import Int8Linear
 from worker_svc.models.loader import Model, load_model
 from worker_svc.models.mlp import Mlp
+from worker_svc.models.products.int4_linear import Int4Linear
+from worker_svc.models.products.int8_linear import Int8Linear
 
 LENGTHS = [1, 7, 83]
 

@@ -25,10 +25,10 @@ from worker_svc import server
 from worker_svc.cache.cache_engine import CacheEngine
 from worker_svc.errors import StartupError
 from worker_svc.models.config import ModelConfig, ModelError
+from worker_svc.models.experts.router import Router
 from worker_svc.models.latent.head_products import BatchedHeads, GroupedHeads, PackedHeads
 from worker_svc.models.latent.latent_config import check_cache_type
 from worker_svc.models.loader import Model, load_model
-from worker_svc.models.router import Router
 
 PUBLISHED = {  # what DeepSeek-V3's and V2-Lite's files say of attention
     "kv_lora_rank": 512,

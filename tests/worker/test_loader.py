@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny_models import make_tiny_llama
 from tests.worker.model_cases import Stepper
-from worker_svc.models.checkpoint_files import open_checkpoint
+from worker_svc.models.checkpoint.checkpoint_files import open_checkpoint
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.loader import Model, load_model
@@ -122,7 +122,7 @@ def test_a_file_that_is_shortened_while_it_is_read_is_named(folder: Path) -> Non
 def test_numbers_of_any_type_are_converted_piece_by_piece(
     folder: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker_svc.models.stored_tensor._PIECE_BYTES", 104)  # no whole rows
+    monkeypatch.setattr("worker_svc.models.checkpoint.stored_tensor._PIECE_BYTES", 104)  # no whole rows
     written = torch.randn(1031, 60).to(dtype)
     rewrite(folder, {"model.embed_tokens.weight": written})
     stored = open_checkpoint([folder / "model.safetensors"], "safetensors")["model.embed_tokens.weight"]

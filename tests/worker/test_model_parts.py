@@ -18,16 +18,16 @@ from tests.worker.families import FAMILIES, VOCAB_SIZE, make_family
 from tests.worker.gguf_files import write_gguf
 from tests.worker.model_cases import Stepper
 from tests.worker.ranks_in_threads import ThreadRank, on_all_ranks
-from worker_svc.models import stored_tensor
-from worker_svc.models.checkpoint_files import Tensors
+from worker_svc.models.checkpoint import stored_tensor
+from worker_svc.models.checkpoint.checkpoint_files import Tensors
+from worker_svc.models.checkpoint.weights import CheckpointWeights
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
-from worker_svc.models.experts import Experts
+from worker_svc.models.experts.experts import Experts
+from worker_svc.models.experts.shared_experts import WithShared
 from worker_svc.models.loader import Model, load_model
 from worker_svc.models.parts import ModelPart, part_of, vocabulary_part
-from worker_svc.models.shared_experts import WithShared
-from worker_svc.models.summed import Summed
-from worker_svc.models.weights import CheckpointWeights
+from worker_svc.models.products.summed import Summed
 from worker_svc.parallel.ranks import OnlyRank, Ranks
 
 LENGTHS = [1, 7, 40]

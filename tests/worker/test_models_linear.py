@@ -7,9 +7,9 @@ import torch
 from torch.nn import functional
 
 from kernels.cpu.library import library
-from worker_svc.models.dense import dense
-from worker_svc.models.float_linear import FloatLinear
-from worker_svc.models.packed_linear import PackedLinear
+from worker_svc.models.products.dense import dense
+from worker_svc.models.products.float_linear import FloatLinear
+from worker_svc.models.products.packed_linear import PackedLinear
 
 HAS_PAIRS = pytest.mark.skipif(not library().has_pairs, reason="this processor has no products of bfloat16 pairs")
 

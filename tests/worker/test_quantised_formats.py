@@ -13,13 +13,13 @@ import torch
 
 from kernels.quantized_weight import Inputs, Numbers, QuantizedWeight
 from tests.worker.quantised_checkpoints import FORMATS, Tensors, compressed, fp8_blocks, gptq, in_words, packed
+from worker_svc.models.checkpoint.stored_tensor import MadeTensor, StoredTensor
 from worker_svc.models.errors import ModelError
 from worker_svc.models.quantized.checkpoint_format import CheckpointFormat, with_quantized
 from worker_svc.models.quantized.detect import detect_format
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
 from worker_svc.models.quantized.shaping import fit_together
 from worker_svc.models.raw_config import RawConfig
-from worker_svc.models.stored_tensor import MadeTensor, StoredTensor
 
 CPU = torch.device("cpu")
 LAYER = "model.layers.1.mlp.up_proj"

@@ -23,19 +23,19 @@ from tests.worker.gguf_files import write_gguf
 from tests.worker.model_cases import Stepper
 from tests.worker.quantised_checkpoints import FORMATS, Format, gptq, write_quantised
 from tests.worker.ranks_in_threads import ThreadRank, on_all_ranks
-from worker_svc.models.checkpoint_files import open_checkpoint
+from worker_svc.models.checkpoint.checkpoint_files import open_checkpoint
+from worker_svc.models.checkpoint.gguf_folder import model_folder
+from worker_svc.models.checkpoint.stored_tensor import MadeTensor, StoredTensor
+from worker_svc.models.checkpoint.weights import CheckpointWeights
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
-from worker_svc.models.gguf_folder import model_folder
-from worker_svc.models.grouped_experts import take_grouped_experts
+from worker_svc.models.experts.grouped_experts import take_grouped_experts
+from worker_svc.models.experts.router import take_router
 from worker_svc.models.loader import Model, load_model
 from worker_svc.models.parts import ModelPart
 from worker_svc.models.quantized.checkpoint_format import with_quantized
 from worker_svc.models.quantized.quantized_linear import CompiledQuantizedLinear
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
-from worker_svc.models.router import take_router
-from worker_svc.models.stored_tensor import MadeTensor, StoredTensor
-from worker_svc.models.weights import CheckpointWeights
 from worker_svc.parallel.ranks import Ranks
 
 SIZES: dict[str, Any] = {

@@ -19,14 +19,14 @@ from tests.worker.families import VOCAB_SIZE, make_family
 from tests.worker.gguf_files import write_gguf
 from tests.worker.model_cases import Stepper
 from tests.worker.quantised_checkpoints import FORMATS, Format, gptq, write_quantised
+from worker_svc.models.checkpoint.gguf_folder import model_folder
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder import Decoder
-from worker_svc.models.experts import Experts
-from worker_svc.models.gguf_folder import model_folder
-from worker_svc.models.int4_linear import Int4Linear
-from worker_svc.models.int8_linear import Int8Linear
+from worker_svc.models.experts.experts import Experts
 from worker_svc.models.loader import load_model
 from worker_svc.models.mlp import Mlp
+from worker_svc.models.products.int4_linear import Int4Linear
+from worker_svc.models.products.int8_linear import Int8Linear
 from worker_svc.models.quantized.quantized_linear import CompiledQuantizedLinear
 from worker_svc.models.quantized.separate_products import SeparateProducts
 

@@ -8,7 +8,7 @@ import torch
 
 from worker_svc.adapters.adapter_folder import LowRank
 from worker_svc.adapters.sites import Site
-from worker_svc.models.linear import Linear
+from worker_svc.models.products.linear import Linear
 from worker_svc.models.step_adapters import StepAdapters
 
 

@@ -16,9 +16,9 @@ import torch
 from worker_svc.adapters.errors import AdapterError
 from worker_svc.adapters.peft_config import PeftConfig
 from worker_svc.adapters.sites import Site
-from worker_svc.models.checkpoint_files import Tensors, open_checkpoint
+from worker_svc.models.checkpoint.checkpoint_files import Tensors, open_checkpoint
+from worker_svc.models.checkpoint.fused_parts import in_order, stored_rows
 from worker_svc.models.errors import ModelError
-from worker_svc.models.fused_parts import in_order, stored_rows
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 MOST_RANKS = 256

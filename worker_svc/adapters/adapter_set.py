@@ -28,10 +28,10 @@ from worker_svc.adapters.sites import ATTENTION_OUT, MLP_IN, MLP_OUT, QKV, Site,
 from worker_svc.errors import ProtocolError
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.decoder_layer import DecoderLayer
-from worker_svc.models.linear import Linear
 from worker_svc.models.mlp import Mlp
 from worker_svc.models.parts import ModelPart
-from worker_svc.models.summed import Summed
+from worker_svc.models.products.linear import Linear
+from worker_svc.models.products.summed import Summed
 
 log = structlog.get_logger()
 

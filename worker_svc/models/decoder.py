@@ -11,6 +11,7 @@ import torch
 from kernels.select import kernels_for
 from worker_svc.models.alibi import alibi_slopes
 from worker_svc.models.attention import AttentionMetadata
+from worker_svc.models.checkpoint.weights import Weights
 from worker_svc.models.decoder_layer import DecoderLayer, StepTensors
 from worker_svc.models.embedding import Embedding
 from worker_svc.models.fused_layers import FusedLayers
@@ -21,7 +22,6 @@ from worker_svc.models.parts import ModelPart
 from worker_svc.models.post_norm import PostNormLayer
 from worker_svc.models.rope import rotary_table
 from worker_svc.models.step_adapters import StepAdapters
-from worker_svc.models.weights import Weights
 
 
 class Decoder:

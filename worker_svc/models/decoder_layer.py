@@ -18,18 +18,18 @@ from typing import Any, Protocol
 import torch
 
 from worker_svc.models.attention import AttentionMetadata
+from worker_svc.models.checkpoint.weights import Weights
 from worker_svc.models.errors import ModelError
-from worker_svc.models.experts import Experts
-from worker_svc.models.grouped_experts import GroupedExperts, take_grouped_experts
-from worker_svc.models.linear import Linear, take_linear
+from worker_svc.models.experts.experts import Experts
+from worker_svc.models.experts.grouped_experts import GroupedExperts, take_grouped_experts
+from worker_svc.models.experts.router import take_router
+from worker_svc.models.experts.shared_experts import WithShared
 from worker_svc.models.mlp import Mlp
 from worker_svc.models.norm import Norm, RmsNorm, normed_rows, take_norm
 from worker_svc.models.parts import ModelPart
-from worker_svc.models.router import take_router
-from worker_svc.models.rows import Rows, applied
-from worker_svc.models.shared_experts import WithShared
-from worker_svc.models.summed import Layer, summed
-from worker_svc.models.weights import Weights
+from worker_svc.models.products.linear import Linear, take_linear
+from worker_svc.models.products.rows import Rows, applied
+from worker_svc.models.products.summed import Layer, summed
 
 # Into and out of some neurons of an MLP: of names into it and out of it, of a size, which neurons.
 Products = Callable[[tuple[str, ...], str, int, range], tuple[Linear, Linear]]

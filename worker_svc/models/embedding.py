@@ -7,10 +7,10 @@ from types import ModuleType
 import torch
 from torch.nn import functional
 
-from worker_svc.models.linear import take_linear
+from worker_svc.models.checkpoint.weights import Weights
 from worker_svc.models.norm import take_norm
 from worker_svc.models.parts import ModelPart, vocabulary_part
-from worker_svc.models.weights import Weights
+from worker_svc.models.products.linear import take_linear
 
 
 def take_embedding(part: ModelPart, weights: Weights, base: str) -> torch.Tensor:

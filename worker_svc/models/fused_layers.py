@@ -8,11 +8,11 @@ from types import ModuleType
 import torch
 
 from worker_svc.models.attention import AttentionMetadata
-from worker_svc.models.compiled_linear import CompiledLinear
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder_layer import DecoderLayer
 from worker_svc.models.mlp import Mlp
 from worker_svc.models.norm import Norm, RmsNorm
+from worker_svc.models.products.compiled_linear import CompiledLinear
 
 NUM_PRODUCTS = 4  # of a layer: into and out of attention and of the MLP
 

@@ -7,12 +7,12 @@ from types import ModuleType
 import torch
 from torch.nn import functional
 
+from worker_svc.models.checkpoint.weights import Weights
 from worker_svc.models.embedding import take_embedding
-from worker_svc.models.linear import take_linear, tied_linear
 from worker_svc.models.norm import NoNorm, Norm, take_norm
 from worker_svc.models.parts import ModelPart, vocabulary_part
+from worker_svc.models.products.linear import take_linear, tied_linear
 from worker_svc.models.quantized.fp8_store import Fp8Store
-from worker_svc.models.weights import Weights
 
 
 class Head:

@@ -13,23 +13,23 @@ from octavo.shared.terminal_row import ByteBar
 from worker_svc.host.memory import GIB, available_bytes
 from worker_svc.models.attention import AttentionMetadata
 from worker_svc.models.cache_scales.checkpoint_scales import is_cache_scale
-from worker_svc.models.checkpoint_files import (
+from worker_svc.models.checkpoint.checkpoint_files import (
     LOAD_FORMATS,
     Tensors,
     checkpoint_paths,
     detect_format,
     open_checkpoint,
 )
+from worker_svc.models.checkpoint.weights import CheckpointWeights, DummyWeights, Weights
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
+from worker_svc.models.experts.stacked_experts import with_experts_apart
 from worker_svc.models.logit_reader import LogitReader
 from worker_svc.models.parts import ModelPart
+from worker_svc.models.products.quantized_store import QuantizedStore
 from worker_svc.models.quantized.checkpoint_format import with_quantized
 from worker_svc.models.quantized.fp8_store import Fp8Store
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
-from worker_svc.models.quantized_store import QuantizedStore
-from worker_svc.models.stacked_experts import with_experts_apart
-from worker_svc.models.weights import CheckpointWeights, DummyWeights, Weights
 
 _BYTES_OF_CODES = 3  # a number of few bits while it is packed: a byte, and as much twice on its way
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from worker_svc.models.errors import ModelError
-from worker_svc.models.linear import Linear
-from worker_svc.models.rows import Rows, TakesRounded, applied, rounding_of
+from worker_svc.models.products.linear import Linear
+from worker_svc.models.products.rows import Rows, TakesRounded, applied, rounding_of
 from worker_svc.models.style import DecoderStyle
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from worker_svc.models.checkpoint.weights import Weights
 from worker_svc.models.config import ModelConfig
-from worker_svc.models.rows import Rows, rounding_of
-from worker_svc.models.summed import Layer
-from worker_svc.models.weights import Weights
+from worker_svc.models.products.rows import Rows, rounding_of
+from worker_svc.models.products.summed import Layer
 
 if TYPE_CHECKING:
     from kernels.gpu.quantized.rounding import RoundedRows, Rounding

@@ -18,7 +18,7 @@ import torch
 from kernels.select import kernels_for
 from worker_svc.models.attention import AttentionMetadata
 from worker_svc.models.cache_scales.checkpoint_scales import is_cache_scale
-from worker_svc.models.checkpoint_files import detect_format
+from worker_svc.models.checkpoint.checkpoint_files import detect_format
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.errors import ModelError
 from worker_svc.models.logit_reader import MAX_ROWS_AT_ONCE, LogitReader

@@ -71,7 +71,7 @@ def scale_of(largest, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.div_rn(tl.where(largest == 0.0, LARGEST, largest), LARGEST)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def codes_of(y, scale, zero, dtype: tl.constexpr, LARGEST: tl.constexpr, HAS_ZERO: tl.constexpr):  # type: ignore[no-untyped-def]
     """See the top of this file."""
     y = tl.div_rn(y, scale)
@@ -86,7 +86,7 @@ def codes_of(y, scale, zero, dtype: tl.constexpr, LARGEST: tl.constexpr, HAS_ZER
     return y.to(dtype)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def store_rounded(  # type: ignore[no-untyped-def]
     codes,
     scales,

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 
 from worker_svc.models.cache_scales.cache_scales import CacheScales, Table
-from worker_svc.models.checkpoint_files import checkpoint_paths, detect_format, open_checkpoint
+from worker_svc.models.checkpoint.checkpoint_files import checkpoint_paths, detect_format, open_checkpoint
+from worker_svc.models.checkpoint.stored_tensor import StoredTensor
 from worker_svc.models.errors import ModelError
 from worker_svc.models.raw_config import RawConfig
-from worker_svc.models.stored_tensor import StoredTensor
 
 # In the order in which they are preferred; the number of the layer, and whose they are.
 _LAYER = r"(?!.*(?:vision|visual|image|audio))(?:.*\.)?(\d+)\."

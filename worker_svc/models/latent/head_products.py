@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from worker_svc.host.huge_pages import HugePages
-from worker_svc.models.packed_linear import PackedLinear
+from worker_svc.models.products.packed_linear import PackedLinear
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

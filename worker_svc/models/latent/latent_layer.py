@@ -16,14 +16,14 @@ from functools import partial
 
 import torch
 
+from worker_svc.models.checkpoint.weights import Weights
 from worker_svc.models.decoder_layer import DecoderLayer, HasWeight, StepTensors
 from worker_svc.models.latent.head_products import head_products
-from worker_svc.models.linear import take_linear
 from worker_svc.models.norm import normed_rows, take_norm
 from worker_svc.models.parts import ModelPart
-from worker_svc.models.rows import Rows, applied
-from worker_svc.models.summed import Layer
-from worker_svc.models.weights import Weights
+from worker_svc.models.products.linear import take_linear
+from worker_svc.models.products.rows import Rows, applied
+from worker_svc.models.products.summed import Layer
 
 
 class LatentLayer(DecoderLayer):

@@ -6,10 +6,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Protocol
 
+from worker_svc.models.checkpoint.stored_tensor import StoredTensor
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
 from worker_svc.models.quantized.stored_module import StoredModule
 from worker_svc.models.quantized.usual_weight import UsualWeight
-from worker_svc.models.stored_tensor import StoredTensor
 
 
 class CheckpointFormat(Protocol):

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from kernels.quantized_weight import QuantizedWeight
-from worker_svc.models.dense import dense
+from worker_svc.models.checkpoint.fused_parts import in_order, stored_rows
+from worker_svc.models.checkpoint.weights import Weights
 from worker_svc.models.errors import ModelError
-from worker_svc.models.fused_parts import in_order, stored_rows
+from worker_svc.models.products.dense import dense
+from worker_svc.models.products.quantized_store import QuantizedStore
+from worker_svc.models.products.summed import Layer
 from worker_svc.models.quantized.separate_products import side_by_side_products
 from worker_svc.models.quantized.shaping import fit_together, side_by_side, some_outputs
-from worker_svc.models.quantized_store import QuantizedStore
-from worker_svc.models.summed import Layer
-from worker_svc.models.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from worker_svc.models.rows import Rows, TakesRounded
+from worker_svc.models.products.rows import Rows, TakesRounded
 
 if TYPE_CHECKING:
     from kernels.cpu.products.layer_product import Product

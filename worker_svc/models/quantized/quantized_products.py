@@ -13,12 +13,12 @@ import torch
 from kernels.quantized_weight import Inputs, Numbers, QuantizedWeight
 from kernels.select import kernels_for
 from worker_svc.host.huge_pages import HugePages
-from worker_svc.models.dense import dense
-from worker_svc.models.float_linear import FloatLinear
-from worker_svc.models.packed_linear import PackedLinear
+from worker_svc.models.products.dense import dense
+from worker_svc.models.products.float_linear import FloatLinear
+from worker_svc.models.products.packed_linear import PackedLinear
+from worker_svc.models.products.tiled_linear import TiledLinear
 from worker_svc.models.quantized.quantized_linear import QuantizedLinear, QuantizedProduct, quantized_linear
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor, dequantize_into
-from worker_svc.models.tiled_linear import TiledLinear
 
 log = structlog.get_logger()
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from worker_svc.models.compiled_linear import CompiledLinear
+from worker_svc.models.products.compiled_linear import CompiledLinear
+from worker_svc.models.products.summed import Layer
 from worker_svc.models.quantized.quantized_linear import quantized_linear
-from worker_svc.models.summed import Layer
 
 
 def side_by_side_products(products: Sequence[Layer], in_features: int) -> Layer:

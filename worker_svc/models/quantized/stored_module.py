@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from worker_svc.models.checkpoint.stored_tensor import StoredTensor
 from worker_svc.models.errors import ModelError
-from worker_svc.models.stored_tensor import StoredTensor
 
 
 class StoredModule:

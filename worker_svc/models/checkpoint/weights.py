@@ -20,16 +20,16 @@ import torch
 from kernels.quantized_weight import QuantizedWeight
 from octavo.shared.terminal_row import ByteBar
 from worker_svc.host.huge_pages import HugePages, untouched_bytes
-from worker_svc.models.checkpoint_files import Tensors
+from worker_svc.models.checkpoint.checkpoint_files import Tensors
+from worker_svc.models.checkpoint.stored_tensor import StoredTensor
 from worker_svc.models.errors import ModelError
 from worker_svc.models.names import LLAMA, Names
+from worker_svc.models.products.quantized_store import QuantizedStore
 from worker_svc.models.quantized.checkpoint_format import CheckpointFormat
 from worker_svc.models.quantized.fp8_store import Fp8Store
 from worker_svc.models.quantized.quantized_products import QuantizedProducts
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
 from worker_svc.models.quantized.shaping import side_by_side, some_inputs
-from worker_svc.models.quantized_store import QuantizedStore
-from worker_svc.models.stored_tensor import StoredTensor
 
 
 class Weights(Protocol):

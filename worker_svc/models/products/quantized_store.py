@@ -28,14 +28,14 @@ from kernels.quantized_weight import Numbers
 from octavo.models.safetensors_stream import PendingTensor, write_safetensors
 from octavo.shared.cache import cache_dir
 from worker_svc.host.huge_pages import HugePages
-from worker_svc.models.checkpoint_files import Tensors, open_checkpoint
+from worker_svc.models.checkpoint.checkpoint_files import Tensors, open_checkpoint
+from worker_svc.models.checkpoint.stored_tensor import StoredTensor
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.errors import ModelError
-from worker_svc.models.int4_linear import Int4Linear
-from worker_svc.models.int8_linear import Int8Linear
 from worker_svc.models.parts import ModelPart
+from worker_svc.models.products.int4_linear import Int4Linear
+from worker_svc.models.products.int8_linear import Int8Linear
 from worker_svc.models.quantized.stored_module import read_all
-from worker_svc.models.stored_tensor import StoredTensor
 
 log = structlog.get_logger()
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from worker_svc.models.summed import Layer
+from worker_svc.models.products.summed import Layer
 
 if TYPE_CHECKING:
     from kernels.gpu.quantized.rounding import RoundedRows, Rounding

@@ -7,10 +7,10 @@ from types import ModuleType
 
 import torch
 
-from worker_svc.models.dense import dense
-from worker_svc.models.linear import Linear, take_linear
+from worker_svc.models.checkpoint.weights import Weights
+from worker_svc.models.products.dense import dense
+from worker_svc.models.products.linear import Linear, take_linear
 from worker_svc.models.style import DecoderStyle, ExpertStyle
-from worker_svc.models.weights import Weights
 
 
 class Router:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from worker_svc.models.summed import Layer
+from worker_svc.models.products.summed import Layer
 
 
 class WithShared:

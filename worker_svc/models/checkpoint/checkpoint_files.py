@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from worker_svc.models.checkpoint.stored_tensor import FileTensor, MadeTensor, OpenFile, StoredTensor
 from worker_svc.models.errors import ModelError
 from worker_svc.models.quantized.gguf_blocks import GgufBlocks, is_matrix_of_blocks
-from worker_svc.models.stored_tensor import FileTensor, MadeTensor, OpenFile, StoredTensor
 
 if TYPE_CHECKING:
     from octavo.models.safetensors_stream import PendingTensor

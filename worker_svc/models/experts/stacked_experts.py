@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
+from worker_svc.models.checkpoint.stored_tensor import FileTensor, MadeTensor, StoredTensor
 from worker_svc.models.errors import ModelError
-from worker_svc.models.stored_tensor import FileTensor, MadeTensor, StoredTensor
 from worker_svc.models.style import DecoderStyle
 
 _LEAVES = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}

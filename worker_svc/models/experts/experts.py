@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from worker_svc.models.experts.router import Router
 from worker_svc.models.mlp import Mlp
-from worker_svc.models.router import Router
 
 
 class Experts:

@@ -16,14 +16,14 @@ import torch
 
 from kernels.e4m3_weight import quantize_e4m3
 from kernels.quantized_weight import QuantizedWeight
-from worker_svc.models.fused_parts import in_order, stored_rows
+from worker_svc.models.checkpoint.fused_parts import in_order, stored_rows
+from worker_svc.models.checkpoint.weights import Weights
+from worker_svc.models.experts.router import Router
 from worker_svc.models.mlp import activation
 from worker_svc.models.parts import ModelPart
 from worker_svc.models.quantized.fp8_store import Fp8Store
 from worker_svc.models.quantized.shaping import fit_together, side_by_side, some_outputs
-from worker_svc.models.router import Router
 from worker_svc.models.style import DecoderStyle
-from worker_svc.models.weights import Weights
 
 
 class ExpertWeights(Protocol):

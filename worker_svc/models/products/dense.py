@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from worker_svc.host.huge_pages import HugePages
-from worker_svc.models.float_linear import FloatLinear
-from worker_svc.models.packed_linear import PackedLinear
-from worker_svc.models.tiled_linear import TiledLinear
+from worker_svc.models.products.float_linear import FloatLinear
+from worker_svc.models.products.packed_linear import PackedLinear
+from worker_svc.models.products.tiled_linear import TiledLinear
 
 
 def dense(

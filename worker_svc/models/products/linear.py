@@ -7,11 +7,11 @@ from typing import Protocol
 
 import torch
 
-from worker_svc.models.dense import dense
-from worker_svc.models.fused_parts import in_order, stored_rows
+from worker_svc.models.checkpoint.fused_parts import in_order, stored_rows
+from worker_svc.models.checkpoint.weights import Weights
+from worker_svc.models.products.dense import dense
 from worker_svc.models.quantized.fp8_store import Fp8Store
 from worker_svc.models.quantized.quantized_layer import drop_zero_biases, take_quantized
-from worker_svc.models.weights import Weights
 
 
 class Linear(Protocol):
