@@ -48,7 +48,7 @@ class Loop:
 
 
 def main_loop(sass: str) -> Loop:
-    """The shortest of the innermost loops over products: a wait for a barrier leads back, too, around more than it."""
+    """The shortest of the innermost loops over products."""
     innermost = _innermost(sass)
     if not innermost:
         return Loop()
@@ -77,7 +77,8 @@ def spills_in_products(sass: str) -> int | None:
 def _innermost(sass: str) -> list[list[str]]:
     """Instructions of each loop that has products, and in it no other such loop.
 
-    A loop is what lies between a branch and an earlier place to which it leads.
+    A loop is what lies between a branch and an earlier place to which it leads. A wait that stands behind the code and
+    leads back into a loop is none: it begins within that loop and ends past it, which loops in one another do not.
     """
     code = [(int(found[1], 16), found[2]) for found in _INSTRUCTION.finditer(sass)]
     loops = []
@@ -86,8 +87,13 @@ def _innermost(sass: str) -> list[list[str]]:
             body = [text for place, text in code if begin <= place <= address]
             if any(_PRODUCT.search(text) for text in body):
                 loops.append((begin, address, body))
+    nested = [
+        (begin, end, body)
+        for begin, end, body in loops
+        if not any(other < begin <= last < end for other, last, _ in loops)
+    ]
     return [
         body
-        for begin, end, body in loops
-        if not any(begin <= other and last <= end and (other, last) != (begin, end) for other, last, _ in loops)
+        for begin, end, body in nested
+        if not any(begin <= other and last <= end and (other, last) != (begin, end) for other, last, _ in nested)
     ]

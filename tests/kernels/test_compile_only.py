@@ -235,14 +235,15 @@ def test_a_spill_counts_in_the_innermost_loop_over_products() -> None:
     ]
 
 
-def test_the_loop_that_is_described_is_the_shortest_over_products() -> None:
-    """A wait for a barrier, out of line behind it, leads back into the loop."""
+def test_a_wait_out_of_line_is_no_loop() -> None:
+    """It stands behind the loop, with what is spilled there, and leads back into it."""
     places = ["MOV", "LDGSTS.E [R1]", "LDGDEPBAR", "DEPBAR.LE SB0, 0x2", "BAR.SYNC 0x0", "HGMMA.64x64x16.F32 R8"]
-    places += ["WARPGROUP.DEPBAR.LE gsb0, 0x1", "LDL R2", "@P0 BRA 0x0010", "SYNCS.PHASECHK P0", "BRA 0x0040"]
+    places += ["WARPGROUP.DEPBAR.LE gsb0, 0x1", "LDL R2", "@P0 BRA 0x0010", "STL [R1]", "SYNCS.PHASECHK P0"]
+    places.append("BRA 0x0040")
     code = "".join(f"        /*{16 * place:04x}*/    {text} ;\n" for place, text in enumerate(places))
-    assert main_loop(code) == Loop(7, 1, 1, 1, "", None, 1)  # from the barrier on, around the wait
-    code = code.replace("BRA 0x0040", "EXIT")
-    assert main_loop(code) == Loop(8, 1, 1, 1, "1 LDGSTS", 2, 1)
+    for text in (code, code.replace("BRA 0x0040", "EXIT")):
+        assert main_loop(text) == Loop(8, 1, 1, 1, "1 LDGSTS", 2, 1)
+        assert spills_in_products(text) == 1
     assert str(main_loop(code)) == (
         "8 instructions, 1 products, 1 barriers, copies 1 LDGSTS, 2 groups of copies under way, "
         "1 products under way, 1 spills"
