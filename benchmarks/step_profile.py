@@ -85,7 +85,7 @@ class Profiler:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Within, models made or used are timed call by call; one at a time in a process."""
-        kernels = SimpleNamespace(**{name: self._kernel(name) for name in cpu.__all__})
+        kernels = SimpleNamespace(__all__=cpu.__all__, **{name: self._kernel(name) for name in cpu.__all__})
         with (
             mock.patch("worker_svc.models.decoder.kernels_for", lambda _: kernels),
             mock.patch.object(FusedLayers, "is_for", lambda *_: False),
