@@ -30,8 +30,9 @@ class EmbeddedOptions(NamedTuple):
 def read_options(model: str, options: dict[str, Any]) -> EmbeddedOptions:
     """What the two parts get of `options`, in which None is the default, and vLLM's names may be (`vllm_arguments`).
 
-    Two defaults differ from those of services: only warnings are logged, and the line of statistics is not. Asked for
-    with `disable_log_stats=False`, that line is shown at any level that was not asked for itself.
+    Three defaults differ from those of services: steps may take as long as they do, as nobody reads along; only
+    warnings are logged, and the line of statistics is not. Asked for with `disable_log_stats=False`, that line is shown
+    at any level that was not asked for itself.
     Raises OptionError for a name that neither part knows, and for a value that is not accepted.
     """
     from scheduler_svc.config import SchedulerConfig
@@ -54,7 +55,8 @@ def read_options(model: str, options: dict[str, Any]) -> EmbeddedOptions:
             raise OptionError(f"{name}: an LLM starts a worker of its own and listens nowhere; `octavo serve` takes it")
         if name not in known:
             raise unknown_option(name, known)
-    options = {"log_level": "warning", "disable_log_stats": True, **options, "model": str(model)}
+    own = {"step_time_goal": 0.0, "log_level": "warning", "disable_log_stats": True}
+    options = {**own, **options, "model": str(model)}
     worker = from_values(WorkerConfig, {name: options[name] for name in names[WorkerConfig] & options.keys()})
     scheduler = from_values(SchedulerConfig, {name: options[name] for name in names[SchedulerConfig] & options.keys()})
     return EmbeddedOptions(worker, scheduler, worker.seed if "seed" in options else None)

@@ -127,6 +127,11 @@ class SchedulerConfig:
     enable_chunked_prefill: bool = option(
         True, "compute long prompts in parts, beside decodes; off: whole, before decodes", group=SCHEDULING
     )
+    step_time_goal: float = option(
+        0.25,
+        "seconds that a step with decodes should take: so many tokens of others' prompts are in it (0: any number)",
+        group=SCHEDULING,
+    )
     scheduler_delay_factor: float = option(
         0.0,
         "without chunked prefill: pause between prompt steps, as a multiple of the last one's time",
@@ -247,8 +252,9 @@ class SchedulerConfig:
         self.weights()  # raises for what is none
         self.model_names()  # likewise
         self.adapters()  # likewise
-        if self.scheduler_delay_factor < 0:
-            raise ValueError(f"scheduler_delay_factor is {self.scheduler_delay_factor}, at least 0 is accepted")
+        for name in ("step_time_goal", "scheduler_delay_factor"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, at least 0 is accepted")
         if not self.worker_wait_timeout >= 0:
             raise ValueError(f"worker_wait_timeout is {self.worker_wait_timeout}, at least 0 is accepted")
         for name in (

@@ -63,6 +63,7 @@ class Serving:
             preemption_mode=config.preemption_mode,
             enable_prefix_caching=config.enable_prefix_caching,
             enable_chunked_prefill=config.enable_chunked_prefill,
+            step_time_goal=config.step_time_goal,
             scheduler_delay_factor=config.scheduler_delay_factor,
             steps_in_flight=config.steps_in_flight,
             max_waiting_requests=config.max_waiting_requests,

@@ -24,6 +24,11 @@ def test_text_is_read_as_on_the_command_line_and_none_is_the_default() -> None:
     assert (worker.quantization, scheduler.scheduler_delay_factor, seed) == ("none", 1.0, 3)
 
 
+def test_nobody_reads_along_so_steps_may_take_as_long_as_they_do() -> None:
+    assert read_options("tiny", {}).scheduler.step_time_goal == 0.0
+    assert read_options("tiny", {"step_time_goal": 0.1}).scheduler.step_time_goal == 0.1
+
+
 def test_little_is_logged_unless_it_is_asked_for() -> None:
     assert read_options("tiny", {}).worker.log_level == "warning"
     assert read_options("tiny", {}).scheduler.disable_log_stats

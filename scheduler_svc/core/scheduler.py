@@ -92,10 +92,13 @@ class Scheduler:
 
     # ---- deciding a step --------------------------------------------------------------------------------------------
 
-    def schedule(self, waiting: GroupSource, now_ns: int, is_quiet: bool = True) -> SchedulerOutputs | None:
+    def schedule(
+        self, waiting: GroupSource, now_ns: int, is_quiet: bool = True, most_beside_decodes: int | None = None
+    ) -> SchedulerOutputs | None:
         """Fills one step; None when there is nothing to send (what was released then waits for the next step).
 
         `is_quiet`: nothing is in flight, so groups may be put on trial, and who cannot get on will not by waiting.
+        `most_beside_decodes`: tokens of a step that has decodes, as far as others than decodes would make them more.
         """
         trials, rows, admission, groups = self.trials, self._rows, self._admission, self.groups
         plan = StepPlan(SchedulingBudget(self.max_num_batched_tokens, self.columns.max_num_seqs))
@@ -112,6 +115,8 @@ class Scheduler:
         is_of_prompts = bool(plan.chunks)
         if not is_of_prompts:
             rows.add_decodes(plan, alone, trials.on_trial)
+            if most_beside_decodes is not None:
+                plan.bound_prompts(most_beside_decodes)
             rows.add_chunks(plan, alone, trials.on_trial)
             if alone is not None and is_quiet and not plan.has_rows:
                 trials.make_way_for(plan, alone)

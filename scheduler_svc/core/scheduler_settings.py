@@ -16,6 +16,7 @@ class SchedulerSettings:
     Attributes:
         policy: order of groups; the last in it is preempted first.
         enable_chunked_prefill: False computes whole prompts, in steps of their own, before decodes.
+        step_time_goal: seconds that a step with decodes should take, however long prompts are; 0: any.
         delay_factor: without chunked prefill, see `PromptDelay`.
         preemption_mode, costs: see `Preemption`.
         num_micro_batches: steps that a worker computes at once, each in another stage of its pipeline. A sequence is in
@@ -25,6 +26,7 @@ class SchedulerSettings:
 
     policy: Policy = POLICIES["fcfs"]
     enable_chunked_prefill: bool = True
+    step_time_goal: float = 0.0
     delay_factor: float = 0.0
     preemption_mode: str = "auto"
     costs: Costs = field(default_factory=Costs)

@@ -17,6 +17,7 @@ from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.sequence_columns import Ints, TokenIds
 
 BlockPairs = list[tuple[int, int]]
+LEAST_PROMPT_TOKENS = 32  # of a step with prompts, for which its weights are read
 
 
 @dataclass(slots=True)
@@ -210,6 +211,12 @@ class StepPlan:
     def has_rows(self) -> bool:
         """Whether there is anything for the worker to compute."""
         return bool(len(self.decode_slots) or self.chunks or self.beams)
+
+    def bound_prompts(self, most_beside_decodes: int) -> None:
+        """Leaves prompts what decodes leave of so many tokens, and never less than costs about as much as one token."""
+        if num_decodes := len(self.decode_slots) + len(self.beams):
+            most = max(most_beside_decodes - num_decodes, LEAST_PROMPT_TOKENS)
+            self.budget.tokens_left = min(self.budget.tokens_left, most)
 
     def introduce(self, introduction: Introduction) -> None:
         """The worker is told of a sequence that it does not know, in full, in this step."""

@@ -88,6 +88,7 @@ class Engine:
         self._scheduler_settings = SchedulerSettings(
             policy=POLICIES[settings.scheduling_policy],
             enable_chunked_prefill=settings.enable_chunked_prefill,
+            step_time_goal=settings.step_time_goal,
             delay_factor=settings.scheduler_delay_factor,
             preemption_mode=settings.preemption_mode,
             served=served,

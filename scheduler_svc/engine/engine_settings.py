@@ -20,6 +20,7 @@ class EngineSettings:
     preemption_mode: str = "auto"
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    step_time_goal: float = 0.0
     scheduler_delay_factor: float = 0.0
     steps_in_flight: int = 2
     max_waiting_requests: int = 4096

@@ -60,6 +60,11 @@ class StepPace:
         """What a step of so many tokens takes."""
         return self.base_s + self.token_s * num_tokens
 
+    def tokens_in(self, seconds: float) -> int:
+        """Of a step that takes no longer than that. Where reading weights and decoding take most of that time, twice as
+        long as these: so prompts get at least half of what steps cost."""
+        return int(max(seconds - self.base_s, self.base_s) / self.token_s)
+
     def prompt_tokens_per_s(self, num_decodes: float, max_num_batched_tokens: int) -> float:
         """Beside so many decodes in each step, which leave at least half of it to prompts."""
         room = max(max_num_batched_tokens - num_decodes, 0.5 * max_num_batched_tokens)

@@ -179,6 +179,15 @@ class WorkerHandle:
             return most
         return max(-(-most // self._num_micro_batches), self.sizes.max_num_seqs)
 
+    @property
+    def most_beside_decodes(self) -> int | None:
+        """Tokens of a step with decodes, so that whoever has one hears of the next in about `step_time_goal`, whatever
+        prompts others bring; None: as many as any step has."""
+        settings = self._settings
+        if not settings.step_time_goal or not settings.enable_chunked_prefill:
+            return None
+        return self.pace.tokens_in(settings.step_time_goal / self._num_micro_batches)
+
     def set_budget(self, max_num_batched_tokens: int) -> None:
         """The worker says how many tokens a step of it may have from now on. Raises WrongAnswer."""
         least, most = self.sizes.max_num_seqs, self.sizes.max_num_batched_tokens

@@ -17,7 +17,7 @@ from scheduler_svc.core.scheduler_settings import SchedulerSettings
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.sequence_columns import SequenceColumns
 from scheduler_svc.core.served_tokens import ServedTokens
-from scheduler_svc.core.step_plan import NewTokens, ScheduledRows, SchedulerOutputs
+from scheduler_svc.core.step_plan import LEAST_PROMPT_TOKENS, NewTokens, ScheduledRows, SchedulerOutputs
 from scheduler_svc.core.waiting_queue import WaitingQueue
 from scheduler_svc.engine.prompt_logprobs import take_prompt_logprobs
 from scheduler_svc.engine.step_encoder import decode, encode
@@ -48,6 +48,7 @@ class Simulation:
         num_blocks: int = 24,
         num_host_blocks: int = 0,
         max_num_batched_tokens: int = 16,
+        most_beside_decodes: int | None = None,
         depth: int = 2,
         num_micro_batches: int = 1,
         policy: str = "fcfs",
@@ -63,6 +64,7 @@ class Simulation:
         self.num_slots, self.max_model_len, self.block_size = num_slots, max_model_len, block_size
         self.num_blocks, self.num_host_blocks = num_blocks, num_host_blocks
         self.max_num_batched_tokens, self.depth = max_num_batched_tokens, depth
+        self.most_beside_decodes = most_beside_decodes
         self.settings = SchedulerSettings(
             policy=POLICIES[policy],
             enable_chunked_prefill=enable_chunked_prefill,
@@ -192,7 +194,8 @@ class Simulation:
             return False
         scheduler = self.scheduler
         running, suspects = set(scheduler.groups.running), list(scheduler.groups.suspects)
-        outputs = scheduler.schedule(self.waiting, self.now_ns, is_quiet=not self.in_flight)
+        is_quiet, most = not self.in_flight, self.most_beside_decodes
+        outputs = scheduler.schedule(self.waiting, self.now_ns, is_quiet=is_quiet, most_beside_decodes=most)
         self.take_outgrown()
         if outputs is None:
             # Of what blocks that are withheld leave, a group may wait for more: whoever withholds them sees to that.
@@ -206,7 +209,10 @@ class Simulation:
         assert not suspects or self.groups_of(rows) in (set(), set(suspects[:1])), "a suspect runs by itself"
         tried = self.groups_of(rows) & scheduler.trials.on_trial
         assert not tried or suspects or tried == self.groups_of(rows), "a trial is disturbed"
-        assert int(rows.query_lens.sum()) <= self.max_num_batched_tokens and len(rows) <= self.num_slots
+        num_tokens, num_decodes = int(rows.query_lens.sum()), rows.num_decode_rows + rows.num_given_rows
+        assert num_tokens <= self.max_num_batched_tokens and len(rows) <= self.num_slots
+        if num_decodes and most is not None:
+            assert num_tokens <= max(most, num_decodes + LEAST_PROMPT_TOKENS), "a step takes too long for its decodes"
         if self.settings.num_micro_batches > 1:
             drawn = {
                 pair

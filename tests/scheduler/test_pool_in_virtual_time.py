@@ -44,6 +44,31 @@ def longest_silence_s(outcomes: list[Outcome]) -> float:
 LARGE, SMALL = 2040, 40
 
 
+@pytest.mark.parametrize("pool", [1, 2])
+def test_large_prompts_silence_a_stream_as_long_as_was_asked_for(pool: int) -> None:
+    """A step of 2,048 tokens takes 2.07 s here. What prompts cost with a goal is the base of more steps."""
+    kind = WorkerKind(step_ms=20, token_us=1000)
+    streams = [request(0.0, number, SMALL, 400) for number in range(pool)]
+    prompts = [request(0.5 + 0.1 * number, 100 + number, LARGE, 4) for number in range(4 * pool)]
+    silence_s, last_s = {}, {}
+    for goal_s in (0.0, 0.25):
+        run = Simulation([kind] * pool, [*streams, *prompts], step_time_goal=goal_s).run()
+        assert not any(outcome.error for outcome in run.outcomes)
+        silence_s[goal_s] = longest_silence_s(of_length(run, SMALL))
+        last_s[goal_s] = max(outcome.ttft_ns for outcome in of_length(run, LARGE)) / 1e9
+    assert silence_s[0.0] > 2.0 and silence_s[0.25] < 0.3, silence_s
+    assert last_s[0.25] < 1.15 * last_s[0.0], last_s
+
+
+def test_prompts_get_half_of_steps_that_are_long_without_them() -> None:
+    """Each takes 400 ms for its weights: more than the goal. A prompt has as much again, 400 tokens of it a step."""
+    kind = WorkerKind(step_ms=400, token_us=1000)
+    stream, prompt = request(0.0, 0, SMALL, 60), request(5.0, 1, LARGE, 4)
+    run = Simulation([kind], [stream, prompt], step_time_goal=0.25).run()
+    assert longest_silence_s(of_length(run, SMALL)) < 1.0
+    assert of_length(run, LARGE)[0].ttft_ns / 1e9 < 1.25 * (LARGE / 400 + 1) * 0.8
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_loss_of_130_000_tokens_silences_nobody_else(num_workers: int) -> None:
     """They are computed again in steps of their own, as nobody knows who was the reason; others have every second step.

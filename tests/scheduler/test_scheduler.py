@@ -27,16 +27,38 @@ requests = st.lists(st.tuples(prompts, st.integers(1, 30)), min_size=1, max_size
 
 
 @without_end
-@given(requests, st.integers(1, 3), st.integers(4, 40), st.integers(16, 30))
+@given(requests, st.integers(1, 3), st.integers(4, 80), st.integers(16, 30), st.none() | st.integers(0, 60))
 @settings(max_examples=trials(50))
-def test_every_request_gets_exactly_its_tokens(wanted, depth, budget, num_blocks):
+def test_every_request_gets_exactly_its_tokens(wanted, depth, budget, num_blocks, most_beside_decodes):
     """Whatever depth, chunk size and cache: each group ends with the tokens that it would get alone."""
-    simulation = Simulation(depth=depth, max_num_batched_tokens=budget, num_blocks=num_blocks)
+    sizes = {"max_num_batched_tokens": budget, "num_blocks": num_blocks, "most_beside_decodes": most_beside_decodes}
+    simulation = Simulation(depth=depth, **sizes)
     for prompt, max_tokens in wanted:
         simulation.add(prompt, max_tokens)
     simulation.run_to_end()
     simulation.check_outputs()
     simulation.check_nothing_left()
+
+
+def test_prompts_leave_decodes_their_pace():
+    """A first prompt has a whole step. Beside its decodes another has what these leave of the bound, or 32 tokens."""
+    for most, chunk in ((None, 119), (60, 59), (10, 32)):
+        simulation = Simulation(
+            num_slots=2,
+            max_model_len=512,
+            num_blocks=200,
+            max_num_batched_tokens=120,
+            most_beside_decodes=most,
+            depth=1,
+        )
+        simulation.add([1] * 100, 20, eos_token_id=None)
+        simulation.send()
+        simulation.answer()
+        simulation.add([2] * 200, 2, eos_token_id=None)
+        simulation.send()
+        assert [simulation.in_flight[0][0].query_lens.tolist()] == [[1, chunk]]
+        simulation.run_to_end()
+        simulation.check_outputs()
 
 
 @without_end
