@@ -54,6 +54,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, nargs="+", default=[3], metavar="N", help="of all workloads, or of each")
     parser.add_argument("--one-by-one", action="store_true", help="load one engine at a time")
     parser.add_argument("--instructions", choices=tuple(SETS), help="of all engines (default: the processor's)")
+    parser.add_argument("--add", action="store_true", help="keep what today's results have of other workloads")
     parser.add_argument("--no-results", action="store_true", help="print only")
     parser.add_argument("--how-to-install", action="store_true", help="print the commands and end")
     arguments = parser.parse_args()
@@ -82,10 +83,22 @@ def main() -> int:
     if not arguments.no_results:
         kind = f"peers-{arguments.instructions}" if arguments.instructions else "peers"
         path = RESULTS / f"{result['date'][:10]}-{kind}-{folder.name}-{machine.slug(facts)}.json"
+        if arguments.add and path.exists():
+            result |= added(json.loads(path.read_text()), rows)
         path.write_text(json.dumps(result, indent=1) + "\n")
         print(f"written: {path}\n")
     print(report(rows))
     return 0
+
+
+def added(before: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
+    """Results with those from before of the workloads that were not run again: each keeps rounds of one run."""
+    again = {run["workload"] for run in rows["runs"]}
+    engines = rows["engines"] | before["engines"]
+    for name, facts in engines.items():
+        peaks = [of["engines"].get(name, {}).get("peak_gib", 0.0) for of in (before, rows)]
+        engines[name] = facts | {"peak_gib": max(peaks)}
+    return {"engines": engines, "runs": [run for run in before["runs"] if run["workload"] not in again] + rows["runs"]}
 
 
 def _instructions(names: Sequence[str]) -> Iterator[str]:

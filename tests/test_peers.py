@@ -108,6 +108,21 @@ def test_ours_are_set_against_the_best_of_their_kind() -> None:
     assert said[-1] == "W1: octavo / vllm-eager = 1.75 (0.50 to 3.00 over 2 rounds)", "no 8-bit engine is a peer"
 
 
+def test_a_workload_can_be_added_to_the_results_of_a_day() -> None:
+    def run(workload: str, engine: str, speed: float) -> dict[str, Any]:
+        return {"round": 0, "workload": workload, "engine": engine, "tokens_per_s": speed}
+
+    before = {
+        "engines": {"octavo": {"ready_s": 2.0, "peak_gib": 1.0}, "openvino": {"missing": "it"}},
+        "runs": [run("W1", "octavo", 10.0), run("W3", "octavo", 1.0)],
+    }
+    rows = {"engines": {"octavo": {"ready_s": 3.0, "peak_gib": 2.0}}, "runs": [run("W3", "octavo", 5.0)]}
+    both = peers.added(before, rows)
+    assert both["runs"] == [run("W1", "octavo", 10.0), run("W3", "octavo", 5.0)]
+    assert both["engines"]["octavo"] == {"ready_s": 2.0, "peak_gib": 2.0}
+    assert both["engines"]["openvino"]["missing"] == "it"
+
+
 def test_w1_is_set_against_reading_its_weights_at_the_speed_measured_beside_it() -> None:
     # 100 tokens behind the first in 2 s read 100 x 0.4 GB: 20 GB/s of 25; then 16 of 20.
     run = {"workload": "W1", "engine": "octavo", "wall_s": 2.5, "tokens_per_s": 101 / 2.5, "prompt_s": 0.5}
