@@ -54,7 +54,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, nargs="+", default=[3], metavar="N", help="of all workloads, or of each")
     parser.add_argument("--one-by-one", action="store_true", help="load one engine at a time")
     parser.add_argument("--instructions", choices=tuple(SETS), help="of all engines (default: the processor's)")
-    parser.add_argument("--add", action="store_true", help="keep what today's results have of other workloads")
+    parser.add_argument("--add", action="store_true", help="keep today's results of other workloads and types")
     parser.add_argument("--no-results", action="store_true", help="print only")
     parser.add_argument("--how-to-install", action="store_true", help="print the commands and end")
     arguments = parser.parse_args()
@@ -92,13 +92,18 @@ def main() -> int:
 
 
 def added(before: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
-    """Results with those from before of the workloads that were not run again: each keeps rounds of one run."""
-    again = {run["workload"] for run in rows["runs"]}
+    """Results with those from before of workloads and types of weights that were not run again: who is compared ran in
+    turns."""
+
+    def ran(run: dict[str, Any]) -> tuple[str, str]:
+        return run["workload"], ENGINES[run["engine"]].type
+
+    again = {ran(run) for run in rows["runs"]}
     engines = rows["engines"] | before["engines"]
     for name, facts in engines.items():
         peaks = [of["engines"].get(name, {}).get("peak_gib", 0.0) for of in (before, rows)]
         engines[name] = facts | {"peak_gib": max(peaks)}
-    return {"engines": engines, "runs": [run for run in before["runs"] if run["workload"] not in again] + rows["runs"]}
+    return {"engines": engines, "runs": [run for run in before["runs"] if ran(run) not in again] + rows["runs"]}
 
 
 def _instructions(names: Sequence[str]) -> Iterator[str]:
