@@ -105,7 +105,7 @@ LABEL org.opencontainers.image.title="octavo-worker" \
     org.opencontainers.image.revision="$REVISION" \
     sbom="/usr/share/doc/octavo/sbom.cdx.json"
 USER 10001
-# GOMP_SPINCOUNT: workers that share cores must not spin long at barriers (measured in octavo/serving_plan.py).
+# GOMP_SPINCOUNT: workers that share cores must not spin long at barriers (measured in octavo/serving/plan.py).
 ENV OCTAVO_HOST=0.0.0.0 OCTAVO_CACHE=/cache HF_HOME=/cache/huggingface GOMP_SPINCOUNT=1000 TRITON_CACHE_DIR=/cache/triton
 VOLUME /cache
 EXPOSE 50061

@@ -37,7 +37,7 @@ from benchmarks.step_profile import decode_step
 from kernels.cpu.library import library
 from octavo.bench import machine
 from octavo.models.resolve import resolve_model
-from octavo.serving_plan import waiting_threads
+from octavo.serving.plan import waiting_threads
 from octavo.shared.cores import allowed_cores
 from worker_svc.cache.cache_engine import CacheEngine
 from worker_svc.host import huge_pages

@@ -34,7 +34,7 @@ from benchmarks.machine_limits import Limits
 from kernels import cpu
 from octavo.bench import machine
 from octavo.models.resolve import resolve_model
-from octavo.serving_plan import waiting_threads
+from octavo.serving.plan import waiting_threads
 from octavo.shared.cores import available_cores
 from worker_svc.cache.cache_engine import CacheEngine
 from worker_svc.models.attention import AttentionMetadata

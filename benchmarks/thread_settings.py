@@ -3,7 +3,7 @@
 A thread that spins at a barrier is quick on an idle machine and costs milliseconds on one where scheduler, client or a
 neighbour want the core. In each round every setting gets a server of its own, alone and beside a busy neighbour. The
 neighbour's processor time is measured too: it should cost no more than that. Medians are shown.
-`octavo.serving_plan.worker_environment` has the setting that was chosen, `worker_svc.steps.giving_way` the rule by
+`octavo.serving.plan.worker_environment` has the setting that was chosen, `worker_svc.steps.giving_way` the rule by
 which a worker computes with fewer threads.
 """
 
@@ -33,7 +33,7 @@ SETTINGS = {
     "spin 20,000": {"GOMP_SPINCOUNT": "20000"},
     "active": {"OMP_WAIT_POLICY": "ACTIVE"},
 }
-CHOSEN = "spin 1,000"  # what workers are started with: `octavo.serving_plan.SPIN_COUNT`
+CHOSEN = "spin 1,000"  # what workers are started with: `octavo.serving.plan.SPIN_COUNT`
 
 
 def main() -> int:

@@ -13,8 +13,8 @@ from pathlib import Path
 from benchmarks import autoscaling_page, figures_page, gpu_host_page, pool_figures_page, scaling
 from docs import idea_pictures
 from gateway_svc.config import GatewayConfig
-from octavo import vllm_arguments
-from octavo.serving_plan import ServeConfig
+from octavo.arguments import vllm_arguments
+from octavo.serving.plan import ServeConfig
 from octavo.shared.options import Described, described
 from scheduler_svc.config import SchedulerConfig
 from tests.test_imports import ROOMS

@@ -128,7 +128,7 @@ def _is_expected(error: Exception) -> bool:
         "octavo.models.resolve": ("ModelNotFound",),
         "octavo.models.errors": ("FetchError",),
         "octavo.shared.ports": ("BindError",),
-        "octavo.serving_plan": ("PlanError",),
+        "octavo.serving.plan": ("PlanError",),
         "worker_svc.errors": ("StartupError",),
         "worker_svc.models.errors": ("ModelError",),
     }

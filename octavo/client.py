@@ -20,15 +20,15 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from octavo.addresses import Server, Servers, check_may_send_key, first_failure
+from octavo.calls.addresses import Server, Servers, check_may_send_key, first_failure
+from octavo.calls.generation import Generation, build_messages, build_request, repeatable
+from octavo.calls.interruptible_stream import InterruptibleStream
+from octavo.calls.shared_calls import NotKnown, SharedCalls
+from octavo.calls.tracing_context import current_trace
 from octavo.errors import RequestFailed
-from octavo.generation import Generation, build_messages, build_request, repeatable
-from octavo.interruptible_stream import InterruptibleStream
 from octavo.outputs import RequestOutput
 from octavo.retrying import RetryPolicy
 from octavo.sampling_params import SamplingParams
-from octavo.shared_calls import NotKnown, SharedCalls
-from octavo.tracing_context import current_trace
 from protos import inference_pb2 as pb
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"

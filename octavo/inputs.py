@@ -1,10 +1,10 @@
-"""Types of prompts, by the names that other libraries have them under; `octavo.prompts` reads them."""
+"""Types of prompts, by the names that other libraries have them under; `octavo.arguments.prompts` reads them."""
 
 from __future__ import annotations
 
 from typing import NotRequired, TypeAlias, TypedDict
 
-from octavo.prompts import PromptLike
+from octavo.arguments.prompts import PromptLike
 
 PromptType: TypeAlias = PromptLike
 

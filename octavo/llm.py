@@ -11,20 +11,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from octavo.asked import Asked
-from octavo.batch import Batch, Callers
+from octavo.arguments.asked import Asked
+from octavo.arguments.conversations import Conversation, ConversationLike, read_conversations
+from octavo.arguments.one_each import one_each
+from octavo.arguments.prompts import Prompt, PromptLike, read_prompts, shown
+from octavo.arguments.vllm_arguments import why_missing
 from octavo.beam_search import BeamSearchOutput, beams_of
-from octavo.conversations import Conversation, ConversationLike, read_conversations
-from octavo.embedded import Embedded
+from octavo.embedded.batch import Batch, Callers
+from octavo.embedded.embedded import Embedded
+from octavo.embedded.preparing import log_refused, prepare
+from octavo.embedded.progress import Progress
 from octavo.engine_args import EngineArgs
 from octavo.lora_request import LoRARequest
-from octavo.one_each import one_each
 from octavo.outputs import RequestOutput
-from octavo.preparing import log_refused, prepare
-from octavo.progress import Progress
-from octavo.prompts import Prompt, PromptLike, read_prompts, shown
 from octavo.sampling_params import BeamSearchParams, SamplingParams
-from octavo.vllm_arguments import why_missing
 
 if TYPE_CHECKING:
     from scheduler_svc.requests.frontend import Frontend
@@ -43,7 +43,7 @@ class LLM:
         options: any option of `octavo serve` that is not about sockets, by its Python name (`max_num_seqs=64`,
             `steps_in_flight=1`); text is read as the command line reads it, and None is the default. Besides:
             `seed` makes runs equal: request number k of this object, from 0 and over all calls, gets the seed that
-            `octavo.request_seeds` derives from both, unless its `SamplingParams` have one; without it seeds are drawn.
+            `octavo.embedded.request_seeds` derives from both, unless its `SamplingParams` have one; without it seeds are drawn.
             `log_level` is "warning" here, and `disable_log_stats` True: False shows throughput every 5 seconds.
 
     Raises:

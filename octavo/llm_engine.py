@@ -9,15 +9,15 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from octavo.asked import Asked
-from octavo.embedded import Embedded
+from octavo.arguments.asked import Asked
+from octavo.arguments.one_each import one_each
+from octavo.arguments.prompts import PromptLike, read_prompt
+from octavo.embedded.embedded import Embedded
+from octavo.embedded.gathered_output import GatheredOutput
 from octavo.engine_args import EngineArgs
 from octavo.errors import InvalidPrompt
-from octavo.gathered_output import GatheredOutput
 from octavo.lora_request import LoRARequest
-from octavo.one_each import one_each
 from octavo.outputs import RequestOutput
-from octavo.prompts import PromptLike, read_prompt
 from octavo.sampling_params import SamplingParams
 from octavo.shared.options import OptionError
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, FrozenInstanceError, dataclass, fields, replace
 from typing import Any, NamedTuple, NoReturn
 
-from octavo.vllm_arguments import takes_arguments_of_vllm
+from octavo.arguments.vllm_arguments import takes_arguments_of_vllm
 from protos import inference_pb2 as pb
 
 MAX_OUTPUTS = 128

@@ -9,7 +9,7 @@ import os
 import subprocess
 from typing import cast
 
-from octavo.worker_process import WorkerProcess
+from octavo.embedded.worker_process import WorkerProcess
 from tests.forkserver import ForkedCommand
 
 

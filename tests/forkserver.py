@@ -19,7 +19,7 @@ from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from octavo.serving_plan import waiting_threads
+from octavo.serving.plan import waiting_threads
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.preloaded"])

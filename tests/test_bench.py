@@ -16,8 +16,8 @@ from octavo.bench import machine, workloads
 from octavo.bench.figures import measure, percentile, table
 from octavo.bench.simulated_worker import answer
 from octavo.cli import main
+from octavo.embedded.worker_process import WorkerProcess
 from octavo.outputs import RequestMetrics
-from octavo.worker_process import WorkerProcess
 from protos import worker_pb2
 from tests.forked_worker import fork
 from tests.integration.fake_inference import FakeServer

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from octavo.conversations import read_conversations
+from octavo.arguments.conversations import read_conversations
 from octavo.errors import InvalidPrompt
 
 ASKED = {"role": "user", "content": "hi"}

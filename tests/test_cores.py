@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo import serving_plan
-from octavo.serving_plan import ServeConfig, plan
+from octavo.serving import plan as serving_plan
+from octavo.serving.plan import ServeConfig, plan
 from octavo.shared import cores
 from scheduler_svc.config import SchedulerConfig
 from worker_svc.config import WorkerConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 import grpc
 import pytest
 
+from octavo.calls.generation import Generation, build_request
 from octavo.errors import RequestFailed
-from octavo.generation import Generation, build_request
 from octavo.retrying import RetryPolicy
 from octavo.sampling_params import SamplingParams
 from protos import inference_pb2 as pb

@@ -336,7 +336,7 @@ def test_the_scheduler_loads_nothing_that_fetches_models() -> None:
 
 def test_a_worker_is_started_before_anything_is_imported_that_it_does_not_need() -> None:
     program = (
-        "import sys, octavo.llm, octavo.commands.serve, octavo.models.fetch, octavo.worker_process;"
+        "import sys, octavo.llm, octavo.commands.serve, octavo.models.fetch, octavo.embedded.worker_process;"
         "print([name for name in ('structlog', 'numpy', 'tokenizers', 'huggingface_hub') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

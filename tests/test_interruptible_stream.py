@@ -14,9 +14,9 @@ from typing import Any
 import grpc
 import pytest
 
+from octavo.calls.interruptible_stream import InterruptibleStream
 from octavo.client import Client
 from octavo.errors import RequestFailed
-from octavo.interruptible_stream import InterruptibleStream
 from octavo.retrying import RetryPolicy
 from octavo.sampling_params import SamplingParams
 from tests.integration.fake_inference import FakeServer, expected_tokens

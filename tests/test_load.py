@@ -28,7 +28,7 @@ from octavo.bench.load.record import Record
 from octavo.bench.load.requests import PlannedRequest
 from octavo.bench.load.runner import Run
 from octavo.cli import main
-from octavo.commands.bench_serve import WORSE
+from octavo.commands.benches.bench_serve import WORSE
 from tests.gateway.running import gateway
 from tests.integration.fake_inference import FakeServer
 from tests.processes import started

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from octavo import TextPrompt, TokensPrompt
+from octavo.arguments.prompts import ACCEPTED, Prompt, read_prompts
 from octavo.errors import InvalidPrompt
-from octavo.prompts import ACCEPTED, Prompt, read_prompts
 
 IDS, FOUR = Prompt(None, [1, 2, 3]), Prompt(None, [4])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from octavo.request_seeds import RequestSeeds
+from octavo.embedded.request_seeds import RequestSeeds
 
 
 def test_they_follow_from_the_seed_and_the_number_of_the_request() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from octavo.addresses import split_addresses
+from octavo.calls.addresses import split_addresses
 from octavo.errors import RequestFailed
 from octavo.retrying import Outages, RetryPolicy, Waiting
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from octavo.cli import main
-from octavo.serving_announcement import Announcement
+from octavo.serving.announcement import Announcement
 from octavo.shared.options import OptionError
 from scheduler_svc.config import SchedulerConfig
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from octavo.serving_links import locked_links, private_folder
-from octavo.serving_plan import PlanError, ServeConfig, plan
+from octavo.serving.links import locked_links, private_folder
+from octavo.serving.plan import PlanError, ServeConfig, plan
 from octavo.shared.ports import free_port
 from octavo.shared.supervisor import Child
 from scheduler_svc.config import SchedulerConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from octavo.serving_plan import PlanError, ServeConfig, plan
+from octavo.serving.plan import PlanError, ServeConfig, plan
 from octavo.shared.ports import PortInUse, free_port
 from octavo.shared.supervisor import Child
 from scheduler_svc.config import SchedulerConfig

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from octavo import serving_plan
+from octavo.serving import plan as serving_plan
 from octavo.shared import supervisor as shared
 from octavo.shared.supervisor import Child, Supervisor
 from tests.processes import is_alive

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import structlog
 
+from octavo.calls.tracing_context import current_trace
 from octavo.cli import main
 from octavo.shared.ports import free_port
 from octavo.shared.tracing import tracer as tracer_module
@@ -22,7 +23,6 @@ from octavo.shared.tracing.context import TraceContext, of_fields, parse
 from octavo.shared.tracing.otlp import OtlpExporter
 from octavo.shared.tracing.span import Kind, Span, own
 from octavo.shared.tracing.tracer import MAX_WAITING_SPANS, Tracer, new_tracer
-from octavo.tracing_context import current_trace
 from scheduler_svc.config import SchedulerConfig
 from tests.collector import Collector
 from worker_svc.config import WorkerConfig

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from octavo import BeamSearchParams, SamplingParams
-from octavo.embedded_options import NOT_EMBEDDED, read_options
+from octavo.arguments.vllm_arguments import INSTEAD, OF_LLM, OF_SAMPLING, SAME_NAMES, Elsewhere
+from octavo.embedded.embedded_options import NOT_EMBEDDED, read_options
 from octavo.shared.options import OptionError
-from octavo.vllm_arguments import INSTEAD, OF_LLM, OF_SAMPLING, SAME_NAMES, Elsewhere
 from scheduler_svc.config import SchedulerConfig
 from tests import vllm_names
 from worker_svc.config import WorkerConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from octavo.commands import connection
+from octavo.commands.flags import connection
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.commands import bench_fleet, bench_kernels, bench_serve, connection
+from octavo.commands.benches import bench_fleet, bench_kernels, bench_serve
+from octavo.commands.flags import connection
 
 if TYPE_CHECKING:
     from octavo.bench.figures import Figures

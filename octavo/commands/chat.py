@@ -6,11 +6,11 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from octavo.commands import connection, sampling
+from octavo.commands.flags import connection, sampling
 
 if TYPE_CHECKING:
+    from octavo.chat.conversation import Conversation
     from octavo.client import Client
-    from octavo.commands.conversation import Conversation
     from octavo.sampling_params import SamplingParams
 
 
@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Answers one question, or talks until the end of input."""
-    from octavo.commands.conversation import Conversation
-    from octavo.commands.terminal import print_json, read_prompt
+    from octavo.chat.conversation import Conversation
+    from octavo.chat.terminal import print_json, read_prompt
     from octavo.shared.options import OptionError
 
     params = sampling.sampling_params(arguments)
@@ -60,9 +60,9 @@ def _ask(conversation: Conversation, question: str, with_figures: bool) -> None:
 
 
 def _converse(client: Client, params: SamplingParams, arguments: argparse.Namespace) -> None:
-    from octavo.commands.chat_commands import ChatCommands
-    from octavo.commands.conversation import Conversation
-    from octavo.commands.line_reader import LineReader
+    from octavo.chat.chat_commands import ChatCommands
+    from octavo.chat.conversation import Conversation
+    from octavo.chat.line_reader import LineReader
 
     info = client.model_info(arguments.model)
     lengths_and_names = info.max_model_len, arguments.model, arguments.adapter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from octavo.commands import connection, sampling
+from octavo.commands.flags import connection, sampling
 from octavo.shared.options import OptionError
 
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Streams the text to standard output; raises OptionError for an empty prompt."""
-    from octavo.commands.terminal import Answer, Answers, print_json, read_prompt
+    from octavo.chat.terminal import Answer, Answers, print_json, read_prompt
 
     params = sampling.sampling_params(arguments)
     prompt = read_prompt(arguments.prompt)

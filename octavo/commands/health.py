@@ -9,8 +9,8 @@ import argparse
 import json
 import ssl
 
-from octavo.commands import connection
-from octavo.commands.tls_failures import tls_failure
+from octavo.commands.flags import connection
+from octavo.commands.flags.tls_failures import tls_failure
 from octavo.shared.options import OptionError
 
 SERVING, NOT_SERVING, UNREACHABLE = 0, 1, 3

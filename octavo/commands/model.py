@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.commands import connection, model_calibrate
+from octavo.commands import model_calibrate
+from octavo.commands.flags import connection
 
 if TYPE_CHECKING:
     from octavo.models.catalog import ModelEntry

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.commands import connection
+from octavo.commands.flags import connection
 
 if TYPE_CHECKING:
     from octavo.bench.fleet.replay import Difference, Outcome

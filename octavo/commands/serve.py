@@ -8,8 +8,9 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
-from octavo.serving_links import OF_THE_SCHEDULER, locked_links, private_folder
-from octavo.serving_plan import ServeConfig, plan
+from octavo.serving.links import OF_THE_SCHEDULER, locked_links, private_folder
+from octavo.serving.plan import ServeConfig, plan
+from octavo.serving.wanted_models import fetch_models
 from octavo.shared.options import add_arguments as add_options
 from octavo.shared.options import add_position, from_namespace
 from octavo.shared.ports import free_ports, reachable
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _serve(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig, *, as_json: bool) -> int:
-    from octavo.serving_announcement import Announcement
+    from octavo.serving.announcement import Announcement
 
     address, children = plan(serve, scheduler, worker)
     http = None if serve.http_port is None else reachable(scheduler.host, serve.http_port)
@@ -72,21 +73,6 @@ def _serve(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig,
     if supervisor.reason:
         print(f"octavo serve: error: {supervisor.reason}", file=sys.stderr)
     return code
-
-
-def fetch_models(worker: WorkerConfig) -> None:
-    """Fetches what the workers are to load and is not here: once, with its progress on this terminal.
-
-    Raises FetchError; what is neither here nor anywhere else is the worker's to say.
-    """
-    from octavo.models.fetch import available
-    from octavo.models.hub_cache import TOKENIZER
-    from octavo.models.resolve import ModelNotFound
-
-    for name, load_format in ((worker.model, worker.load_format), (worker.tokenizer, TOKENIZER)):
-        with contextlib.suppress(ModelNotFound):
-            if name:
-                available(name, load_format=load_format, download_dir=worker.download_dir or None)
 
 
 async def _wait_until_serving(address: str, http: str | None) -> None:

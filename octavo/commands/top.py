@@ -8,8 +8,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from octavo.commands import connection
-from octavo.commands.tls_failures import tls_failure
+from octavo.commands.flags import connection
+from octavo.commands.flags.tls_failures import tls_failure
 
 if TYPE_CHECKING:
     import grpc

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Loads the model and serves until it is told to stop. Raises BindError where its port is taken."""
-    from octavo.serving_plan import waiting_threads
+    from octavo.serving.plan import waiting_threads
     from octavo.shared.ports import check_port_is_free
     from worker_svc.config import WorkerConfig
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from octavo.worker_process import WorkerProcess
+from octavo.embedded.worker_process import WorkerProcess
 from tests.forked_worker import fork
 
 

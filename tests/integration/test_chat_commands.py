@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from octavo import Client, SamplingParams
-from octavo.commands.chat_commands import HELP, ChatCommands
-from octavo.commands.conversation import Conversation
-from octavo.commands.line_reader import LineReader
+from octavo.chat.chat_commands import HELP, ChatCommands
+from octavo.chat.conversation import Conversation
+from octavo.chat.line_reader import LineReader
 from tests.integration.fake_inference import FakeServer, expected_tokens, text_of
 from tests.processes import started
 from tests.terminal import Terminal

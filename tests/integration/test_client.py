@@ -17,9 +17,9 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
 from octavo import AsyncClient, Client, Logprob, SamplingParams
+from octavo.calls.generation import Generation, build_request
 from octavo.client import _Call, channel_credentials
 from octavo.errors import RequestFailed
-from octavo.generation import Generation, build_request
 from octavo.outputs import RequestOutput
 from octavo.retrying import RetryPolicy, Waiting
 from protos import inference_pb2 as pb

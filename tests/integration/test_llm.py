@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octavo import LLM, LLMEngine, SamplingParams, worker_process
-from octavo.embedded import Closed
+from octavo import LLM, LLMEngine, SamplingParams
+from octavo.embedded.embedded import Closed, worker_process
 from octavo.outputs import CompletionOutput
 from octavo.shared.options import OptionError
 from scheduler_svc.engine import statistics
@@ -179,7 +179,7 @@ class Bar:
 
 
 def test_progress_is_shown_by_token(llm, monkeypatch):
-    monkeypatch.setattr("octavo.progress.INTERVAL_S", 0.001)
+    monkeypatch.setattr("octavo.embedded.progress.INTERVAL_S", 0.001)
     bars: list[Bar] = []
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, stop="not to be found")
     llm.generate(["x"] * 2, params, use_tqdm=partial(kept, bars))
@@ -199,7 +199,7 @@ def test_a_request_that_ends_early_takes_its_rest_out_of_the_bar(llm):
 
 
 def test_threads_share_a_model_and_one_that_fails_leaves_the_others_alone(llm, monkeypatch):
-    monkeypatch.setattr("octavo.progress.INTERVAL_S", 0.001)
+    monkeypatch.setattr("octavo.embedded.progress.INTERVAL_S", 0.001)
     expected = {text: llm.generate(text, LONG, use_tqdm=False)[0].outputs[0].token_ids for text in PROMPTS}
     begun = threading.Event()
     right: dict[str, bool] = {}

@@ -20,7 +20,8 @@ WITHIN_S = 60.0
 # Generates without end, with a worker that has no model to load; what it reads says how it is to end.
 SCRIPT = """
 import contextlib, os, sys, threading
-from octavo import LLM, SamplingParams, worker_process
+from octavo import LLM, SamplingParams
+from octavo.embedded.embedded import worker_process
 
 ends_with_parent = worker_process.ends_with_parent
 
@@ -79,7 +80,8 @@ else:
 # Its worker says nothing and loads without end, deaf to Ctrl-C.
 NEVER_READY = """
 import sys
-from octavo import LLM, worker_process
+from octavo import LLM
+from octavo.embedded.embedded import worker_process
 
 ends_with_parent = worker_process.ends_with_parent
 

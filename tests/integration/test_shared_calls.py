@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from octavo import shared_calls
+from octavo.calls import shared_calls
 from octavo.client import AsyncClient
 from octavo.errors import RequestFailed
 from octavo.retrying import RetryPolicy

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo.cli import main
-from octavo.commands.tls_failures import tls_failure
+from octavo.commands.flags.tls_failures import tls_failure
 from tests.integration.fake_inference import FakeServer
 from tests.test_tls import make_expired
 

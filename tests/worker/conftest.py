@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from octavo.embedded.worker_process import WorkerProcess
 from octavo.shared.cores import allowed_cores
-from octavo.worker_process import WorkerProcess
 from tests.forked_worker import fork
 from worker_svc.host.busy_cores import read_core_times
 from worker_svc.models.products import linear

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, cast
 
-from octavo.generation import Generation
+from octavo.calls.generation import Generation
 from octavo.lora_request import LoRARequest
 from octavo.outputs import CompletionOutput, RequestOutput
 

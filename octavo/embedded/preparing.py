@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from octavo.asked import Asked
-from octavo.gathered_output import GatheredOutput
-from octavo.generation import Generation
+from octavo.arguments.asked import Asked
+from octavo.arguments.prompts import Prompt
+from octavo.calls.generation import Generation
+from octavo.embedded.gathered_output import GatheredOutput
 from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from octavo.prompts import Prompt
 
 if TYPE_CHECKING:
-    from octavo.embedded import Embedded
+    from octavo.embedded.embedded import Embedded
     from scheduler_svc.core.sequence import SequenceGroup
     from scheduler_svc.errors import InvalidRequest
     from scheduler_svc.requests.frontend import Frontend

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.serving_plan import PlanError
+from octavo.serving.plan import PlanError
 
 if TYPE_CHECKING:
     from scheduler_svc.config import SchedulerConfig

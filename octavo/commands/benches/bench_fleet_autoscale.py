@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.commands.numbers import count, number
+from octavo.commands.flags.numbers import count, number
 
 if TYPE_CHECKING:
     from octavo.bench.autoscaling.hpa import Rule

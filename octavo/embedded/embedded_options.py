@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from octavo.arguments.vllm_arguments import in_own_words
 from octavo.shared.options import KNOWN, OptionError, from_values, unknown_option
-from octavo.vllm_arguments import in_own_words
 
 if TYPE_CHECKING:
     from scheduler_svc.config import SchedulerConfig

@@ -64,7 +64,7 @@ def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -
     """The address clients will use, and the children; workers share cores and memory. Raises PlanError, BindError,
     OptionError.
 
-    How the parts know each other is in their options already (`octavo.serving_links`).
+    How the parts know each other is in their options already (`octavo.serving.links`).
     """
     if scheduler.lora_modules and not worker.enable_lora:
         raise PlanError("lora_modules names adapters, which workers take with --enable-lora alone")

@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
+from octavo.calls.forks import refuse_in_fork
 from octavo.errors import RequestFailed
-from octavo.forks import refuse_in_fork
 from octavo.shared.ports import is_loopback
 from octavo.shared.rpc import CHANNEL_OPTIONS
 from protos import inference_pb2_grpc as pb_grpc

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from octavo.prompts import shown
+from octavo.arguments.prompts import shown
 
 T = TypeVar("T")
 

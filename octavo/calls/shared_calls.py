@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 
-from octavo.addresses import Server
+from octavo.calls.addresses import Server
 from octavo.errors import RequestFailed
 from octavo.shared.tracing.context import TRACEPARENT, TRACESTATE, of_fields
 from protos import inference_pb2 as pb

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.errors import WorkerEnded
-from octavo.serving_plan import worker_environment
+from octavo.serving.plan import worker_environment
 from octavo.shared.child_output import ChildOutput, Screen, environment
 from octavo.shared.cores import available_cores
 from octavo.shared.end_with_parent import ends_with_parent

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from octavo.arguments.prompts import checked_text, shown
 from octavo.errors import InvalidPrompt
-from octavo.prompts import checked_text, shown
 
 ConversationLike: TypeAlias = Sequence[Mapping[str, Any]]
 """Messages: `{"role": "user", "content": text}`; parts of text, as OpenAI has them, in place of a text."""

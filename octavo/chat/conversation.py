@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.commands.terminal import Answer
+from octavo.chat.terminal import Answer
 
 if TYPE_CHECKING:
     from octavo.client import Client
@@ -108,7 +108,7 @@ class Conversation:
     def _count(self, first: int, asked: Message) -> int:
         """Tokens of the conversation from this turn on.
 
-        On another thread: Ctrl-C within gRPC may leave its locks taken (see octavo.interruptible_stream).
+        On another thread: Ctrl-C within gRPC may leave its locks taken (see octavo.calls.interruptible_stream).
         """
         with ThreadPoolExecutor(1) as other:
             asking = other.submit(self._client.tokenize, self._messages(asked, first), model=self.model)

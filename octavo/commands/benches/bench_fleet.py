@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.commands.numbers import count, counts, number, numbers
+from octavo.commands.flags.numbers import count, counts, number, numbers
 
 if TYPE_CHECKING:
     from octavo.bench.fleet.figures import FleetFigures
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the pool, of its load and of what is printed; defaults are those of `WorkerKind` and `Load`."""
     from octavo.bench.fleet.requests import Load
     from octavo.bench.fleet.worker import WorkerKind
-    from octavo.commands import bench_fleet_autoscale
+    from octavo.commands.benches import bench_fleet_autoscale
 
     kind, load = WorkerKind(), Load()
     pool = parser.add_argument_group("workers")
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     from octavo.bench.fleet.pictures import sizes_of_pool
     from octavo.bench.fleet.simulation import NeverEnds
     from octavo.cli import CommandError
-    from octavo.commands import bench_fleet_autoscale
+    from octavo.commands.benches import bench_fleet_autoscale
     from octavo.shared import log
     from octavo.shared.options import OptionError
 
@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _run_day(arguments: argparse.Namespace) -> int:
     from octavo.bench import picture
     from octavo.bench.autoscaling.shown import charts
-    from octavo.commands import bench_fleet_autoscale
+    from octavo.commands.benches import bench_fleet_autoscale
 
     days = bench_fleet_autoscale.rows(arguments)
     if arguments.picture:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from octavo.commands.tls_failures import tls_failure
+from octavo.commands.flags.tls_failures import tls_failure
 from octavo.shared.options import OptionError
 from octavo.shared.ports import is_loopback
 
@@ -136,7 +136,7 @@ def api_key_for(url: str, arguments: argparse.Namespace) -> str | None:
 
 def metadata(arguments: argparse.Namespace) -> tuple[tuple[str, str], ...]:
     """Of calls without an `octavo.Client`. Raises OptionError where they would show a key to the network."""
-    from octavo.addresses import check_may_send_key
+    from octavo.calls.addresses import check_may_send_key
 
     key = api_key(arguments)
     if key is None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.bench.load import lengths
-from octavo.commands import connection
+from octavo.commands.flags import connection
 from octavo.shared.options import OptionError
 
 if TYPE_CHECKING:

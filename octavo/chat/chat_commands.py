@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from octavo.shared.command_line import did_you_mean
 
 if TYPE_CHECKING:
+    from octavo.chat.conversation import Conversation
     from octavo.client import Client
-    from octavo.commands.conversation import Conversation
 
 HELP = '''\
 /help              this text

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from octavo.conversations import Conversation
+from octavo.arguments.conversations import Conversation
+from octavo.arguments.prompts import Prompt
 from octavo.lora_request import LoRARequest
-from octavo.prompts import Prompt
 from octavo.sampling_params import SamplingParams
 
 

@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from octavo.asked import Asked
-from octavo.embedded_options import EmbeddedOptions, read_options
+from octavo.arguments.asked import Asked
+from octavo.arguments.prompts import Prompt
+from octavo.calls.forks import refuse_in_fork
+from octavo.calls.generation import Generation, build_request
+from octavo.embedded.embedded_options import EmbeddedOptions, read_options
+from octavo.embedded.request_seeds import RequestSeeds
 from octavo.errors import OctavoError
-from octavo.forks import refuse_in_fork
-from octavo.generation import Generation, build_request
 from octavo.lora_request import LoRARequest
-from octavo.prompts import Prompt
-from octavo.request_seeds import RequestSeeds
 from octavo.retrying import RetryPolicy
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ class Embedded:
     def __init__(
         self, model: str, options: dict[str, Any], deliver: Callable[[Delivery], None], *, runs_itself: bool = True
     ) -> None:
-        from octavo.commands.serve import fetch_models
-        from octavo.worker_process import WorkerProcess
+        from octavo.embedded.worker_process import WorkerProcess
+        from octavo.serving.wanted_models import fetch_models
 
         read = read_options(model, options)
         refuse_in_fork()

@@ -10,9 +10,9 @@ import queue
 import threading
 from typing import TYPE_CHECKING
 
-from octavo.embedded import POLL_S, Embedded
-from octavo.gathered_output import GatheredOutput
-from octavo.progress import Progress
+from octavo.embedded.embedded import POLL_S, Embedded
+from octavo.embedded.gathered_output import GatheredOutput
+from octavo.embedded.progress import Progress
 
 if TYPE_CHECKING:
     from scheduler_svc.core.sequence import SequenceGroup
