@@ -27,8 +27,8 @@ from tokenizers.decoders import DecodeStream
 from octavo.models.gguf_file import GgufFile
 from octavo.models.resolve import resolve_model
 from scheduler_svc.api.metrics_server import MAX_CONNECTIONS, MetricsServer
-from scheduler_svc.engine.histogram import Histogram
-from scheduler_svc.engine.metrics import _BETWEEN_TOKENS_S
+from scheduler_svc.engine.metrics.histogram import Histogram
+from scheduler_svc.engine.metrics.metrics import _BETWEEN_TOKENS_S
 from scheduler_svc.text.tokenizer import Tokenizer
 
 VALUES = 256  # of a column: a step of so many sequences

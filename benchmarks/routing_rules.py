@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from scheduler_svc.core.sequence import SequenceGroup
+    from scheduler_svc.core.sequences.sequence import SequenceGroup
     from scheduler_svc.engine.engine import Engine
     from scheduler_svc.leases.worker_handle import WorkerHandle
 

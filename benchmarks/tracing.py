@@ -172,7 +172,7 @@ def _run_with_clocks(arguments: Sequence[str]) -> int:
     from octavo.cli import main as octavo
     from octavo.shared.tracing.tracer import Tracer
     from scheduler_svc.api.request_trace import RequestTrace
-    from scheduler_svc.engine.metrics import Metrics
+    from scheduler_svc.engine.metrics.metrics import Metrics
     from scheduler_svc.engine.step_traces import StepTraces
     from scheduler_svc.tracing.step_trace import StepTrace
 

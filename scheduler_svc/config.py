@@ -11,8 +11,8 @@ from octavo.shared.log import LEVELS
 from octavo.shared.options import COMMON, LOGGING, check_port, check_tls_files, is_host, option
 from octavo.shared.ports import is_loopback
 from octavo.shared.tracing.options import ENDPOINT_HELP, FOLLOW_HELP, SAMPLING_HELP, check_tracing_options
-from scheduler_svc.core.policy import POLICIES
 from scheduler_svc.core.preemption_modes import MODES
+from scheduler_svc.core.queues.policy import POLICIES
 from scheduler_svc.models.model_names import ModelNames
 from scheduler_svc.requests.tenants import check_metadata_field
 

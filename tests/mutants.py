@@ -278,7 +278,7 @@ def main(number: int = 200, seed: int = 0, kept: str = "") -> None:
     trees = {
         str(file.relative_to(ROOT)): ast.parse(file.read_text(encoding="utf-8"))
         for mutated_folder in MUTATED
-        for file in sorted((ROOT / mutated_folder).glob("*.py"))
+        for file in sorted((ROOT / mutated_folder).rglob("*.py"))
     }
     all_of_them = [(file, *change) for file, tree in trees.items() for change in changes(tree)]
     chosen = random.Random(seed).sample(all_of_them, min(number, len(all_of_them)))

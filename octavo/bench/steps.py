@@ -94,8 +94,8 @@ class _Run:
     """Workers, their steps in flight, and the queue of waiting groups."""
 
     def __init__(self, sequences: int, workers: int, steps: int, waiting: int, cached_blocks: int) -> None:
-        from scheduler_svc.core.policy import POLICIES
-        from scheduler_svc.core.served_tokens import ServedTokens
+        from scheduler_svc.core.queues.policy import POLICIES
+        from scheduler_svc.core.queues.served_tokens import ServedTokens
         from scheduler_svc.routing.router import Router
 
         self._sequences = sequences
@@ -140,7 +140,7 @@ class _Run:
 
     def _add(self, num_tokens: int) -> None:
         from protos import inference_pb2
-        from scheduler_svc.core.sequence import SequenceGroup
+        from scheduler_svc.core.sequences.sequence import SequenceGroup
 
         prompt = self._rng.integers(0, VOCAB_SIZE, num_tokens, np.int32)
         params = inference_pb2.SamplingParams(seed=1)
@@ -150,7 +150,7 @@ class _Run:
     def step(self) -> dict[str, int]:
         """One step of every worker, as the step loop makes it; ns by phase."""
         from protos import worker_pb2
-        from scheduler_svc.engine.step_encoder import decode, encode_request
+        from scheduler_svc.engine.messages.step_encoder import decode, encode_request
         from scheduler_svc.routing.worker_queue import WorkerQueue
 
         spent = dict.fromkeys(PHASES, 0)

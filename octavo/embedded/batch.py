@@ -15,7 +15,7 @@ from octavo.embedded.gathered_output import GatheredOutput
 from octavo.embedded.progress import Progress
 
 if TYPE_CHECKING:
-    from scheduler_svc.core.sequence import SequenceGroup
+    from scheduler_svc.core.sequences.sequence import SequenceGroup
     from scheduler_svc.output.output_processor import Delivery
 
 CHECK_S = 1.0  # between two looks whether the worker is there

@@ -13,7 +13,7 @@ from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 if TYPE_CHECKING:
     from octavo.embedded.embedded import Embedded
-    from scheduler_svc.core.sequence import SequenceGroup
+    from scheduler_svc.core.sequences.sequence import SequenceGroup
     from scheduler_svc.errors import InvalidRequest
     from scheduler_svc.requests.frontend import Frontend
 

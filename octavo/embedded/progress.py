@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from scheduler_svc.core.sequence import SequenceGroup
+    from scheduler_svc.core.sequences.sequence import SequenceGroup
 
 INTERVAL_S = 0.2  # between two looks at what has come
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from protos import inference_pb2 as pb
 from scheduler_svc.api.pages import bad_token, page_size
-from scheduler_svc.core.block_allocator import BlockIds
+from scheduler_svc.core.sequences.block_hashes import BlockIds
 from scheduler_svc.leases.worker_handle import WorkerHandle
 
 DEFAULT_PAGE, LARGEST_PAGE = 1000, 10_000

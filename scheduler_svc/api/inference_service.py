@@ -25,7 +25,7 @@ from scheduler_svc.api.many_requests import ManyRequests, WayOut
 from scheduler_svc.api.model_states import model_states
 from scheduler_svc.api.request_trace import RequestTrace
 from scheduler_svc.api.status import refusals
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.engine.engine_core import Core
 from scheduler_svc.errors import NotReady, RequestRefused, UnknownName
 from scheduler_svc.output.mailboxes import Mailbox, Mailboxes

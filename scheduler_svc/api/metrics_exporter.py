@@ -12,8 +12,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
 from scheduler_svc.engine.engine import Engine
-from scheduler_svc.engine.histogram import Histogram
 from scheduler_svc.engine.load import Load
+from scheduler_svc.engine.metrics.histogram import Histogram
 
 PREFIX = "octavo:"
 MODEL = "model_name"

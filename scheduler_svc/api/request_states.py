@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from protos import inference_pb2 as pb
 from scheduler_svc.api.pages import bad_token, page_size
-from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
-from scheduler_svc.core.sequence_columns import TokenIds
+from scheduler_svc.core.sequences.sequence import SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequences.sequence_columns import TokenIds
 from scheduler_svc.leases.worker_handle import WorkerHandle
 
 DEFAULT_PAGE, LARGEST_PAGE = 100, 1000

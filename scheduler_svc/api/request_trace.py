@@ -18,8 +18,8 @@ from octavo.shared.tracing.span import Attribute, Kind, Span, own
 from octavo.shared.tracing.tracer import Tracer
 from protos import inference_pb2 as pb
 from scheduler_svc.api.status import STATUS_CODES
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.errors import RequestRefused
 from scheduler_svc.output.request_stream import RequestStream
 from scheduler_svc.tracing.group_trace import GroupTrace

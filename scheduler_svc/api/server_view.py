@@ -13,8 +13,8 @@ import numpy as np
 
 from protos import inference_pb2 as pb
 from scheduler_svc.api.request_states import LARGEST_PAGE, RequestCopy, RequestPage
-from scheduler_svc.core.block_allocator import BlockIds
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.block_hashes import BlockIds
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.errors import FieldViolation, InvalidRequest
 from scheduler_svc.leases.worker_handle import WorkerHandle
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 
 from scheduler_svc.core.answers import Answers
-from scheduler_svc.core.block_manager import AllocStatus
-from scheduler_svc.core.group_fault import names_group
-from scheduler_svc.core.group_source import GroupSource
+from scheduler_svc.core.blocks.block_manager import AllocStatus
 from scheduler_svc.core.preemption import Preemption
+from scheduler_svc.core.queues.group_source import GroupSource
 from scheduler_svc.core.row_filler import RowFiller
 from scheduler_svc.core.scheduler_settings import SchedulerSettings
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.sequences.group_fault import names_group
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.step_plan import StepPlan
 from scheduler_svc.core.worker_groups import WorkerGroups
 

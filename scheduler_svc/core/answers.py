@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from scheduler_svc.core.beam_search import BeamHypothesis, Candidates
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.group_fault import names_group
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.sequence_columns import Ints, TokenIds
-from scheduler_svc.core.served_tokens import ServedTokens
+from scheduler_svc.core.blocks.suspected_blocks import SuspectedBlocks
+from scheduler_svc.core.queues.served_tokens import ServedTokens
+from scheduler_svc.core.sequences.beam_search import BeamHypothesis, Candidates
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.group_fault import names_group
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.sequences.sequence_columns import Ints, TokenIds
 from scheduler_svc.core.step_plan import Answer, NewTokens, ScheduledRows, WrongAnswer
-from scheduler_svc.core.suspected_blocks import SuspectedBlocks
 from scheduler_svc.core.worker_groups import WorkerGroups
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from scheduler_svc.core.sequence_columns import SequenceColumns
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequences.sequence_columns import SequenceColumns
 from scheduler_svc.core.step_plan import Answer, ScheduledRows
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from scheduler_svc.core.group_fault import names_group
 from scheduler_svc.core.preemption_modes import MODES, Costs
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.sequences.group_fault import names_group
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.step_plan import StepPlan
 from scheduler_svc.core.worker_groups import WorkerGroups
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.step_plan import ScheduledRows
 from scheduler_svc.core.worker_groups import WorkerGroups
 

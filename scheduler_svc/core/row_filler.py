@@ -9,10 +9,10 @@ from collections.abc import Set as AbstractSet
 
 import numpy as np
 
-from scheduler_svc.core.group_fault import names_group
 from scheduler_svc.core.preemption import Preemption
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.sequence_columns import Ints
+from scheduler_svc.core.sequences.group_fault import names_group
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.sequences.sequence_columns import Ints
 from scheduler_svc.core.step_plan import Chunk, Introduction, StepPlan
 from scheduler_svc.core.worker_groups import WorkerGroups
 

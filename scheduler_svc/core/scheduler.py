@@ -14,17 +14,17 @@ from collections.abc import Set as AbstractSet
 
 from scheduler_svc.core.admission import Admission
 from scheduler_svc.core.answers import Answers
-from scheduler_svc.core.block_manager import BlockSpaceManager
-from scheduler_svc.core.group_fault import names_group
-from scheduler_svc.core.group_source import GroupSource
+from scheduler_svc.core.blocks.block_manager import BlockSpaceManager
 from scheduler_svc.core.preemption import Preemption
 from scheduler_svc.core.prompt_delay import PromptDelay
+from scheduler_svc.core.queues.group_source import GroupSource
 from scheduler_svc.core.recovery import Recovery
 from scheduler_svc.core.row_filler import RowFiller
 from scheduler_svc.core.scheduler_settings import SchedulerSettings
 from scheduler_svc.core.sealed_step import seal
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.sequence_columns import SequenceColumns
+from scheduler_svc.core.sequences.group_fault import names_group
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.sequences.sequence_columns import SequenceColumns
 from scheduler_svc.core.step_plan import (
     Answer,
     NewTokens,

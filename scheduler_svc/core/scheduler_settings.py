@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from scheduler_svc.core.policy import POLICIES, Policy
 from scheduler_svc.core.preemption_modes import Costs
-from scheduler_svc.core.served_tokens import ServedTokens
+from scheduler_svc.core.queues.policy import POLICIES, Policy
+from scheduler_svc.core.queues.served_tokens import ServedTokens
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.step_plan import Chunk, ScheduledRows, SchedulerOutputs, StepPlan
 from scheduler_svc.core.worker_groups import WorkerGroups
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.beam_search import BeamHypothesis
-from scheduler_svc.core.block_allocator import BlockIds
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.sequence_columns import Ints, TokenIds
+from scheduler_svc.core.blocks.cache_news import NO_NEWS, CacheNews
+from scheduler_svc.core.sequences.beam_search import BeamHypothesis
+from scheduler_svc.core.sequences.block_hashes import BlockIds
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.sequences.sequence_columns import Ints, TokenIds
 
 BlockPairs = list[tuple[int, int]]
 LEAST_PROMPT_TOKENS = 32  # of a step with prompts, for which its weights are read
@@ -61,25 +62,6 @@ class ScheduledRows:
 def groups_of(rows: ScheduledRows) -> set[SequenceGroup]:
     """Who has a row in the step."""
     return {sequence.group for sequence in rows.sequences}
-
-
-@dataclass(frozen=True, slots=True)
-class CacheNews:
-    """What the worker is to remember of its blocks for a later lease.
-
-    Attributes:
-        blocks, hashes: full blocks whose content is known once the step has gone well, and the hash of each.
-        forgotten: blocks of which it was told and that do not hold what they were to hold.
-        forgets_all: of whichever it was told.
-    """
-
-    blocks: list[int] = field(default_factory=list)
-    hashes: bytes = b""
-    forgotten: list[int] = field(default_factory=list)
-    forgets_all: bool = False
-
-
-NO_NEWS = CacheNews()
 
 
 @dataclass(slots=True)

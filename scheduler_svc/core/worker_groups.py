@@ -15,11 +15,11 @@ from collections import deque
 
 import numpy as np
 
-from scheduler_svc.core.block_manager import BlockSpaceManager
-from scheduler_svc.core.group_fault import names_group
-from scheduler_svc.core.policy import Policy
-from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from scheduler_svc.core.sequence_columns import SequenceColumns
+from scheduler_svc.core.blocks.block_manager import BlockSpaceManager
+from scheduler_svc.core.queues.policy import Policy
+from scheduler_svc.core.sequences.group_fault import names_group
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequences.sequence_columns import SequenceColumns
 
 BlockPairs = list[tuple[int, int]]
 

@@ -23,7 +23,7 @@ from types import MappingProxyType
 import structlog
 
 from protos import worker_pb2
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.errors import (
     FieldViolation,
     InvalidRequest,

@@ -18,24 +18,24 @@ from typing import Any, TypeVar
 import structlog
 
 from protos import worker_pb2
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.policy import POLICIES
+from scheduler_svc.core.queues.policy import POLICIES
+from scheduler_svc.core.queues.served_tokens import ServedTokens
 from scheduler_svc.core.scheduler_settings import SchedulerSettings
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.served_tokens import ServedTokens
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.engine.adapters import Adapters
-from scheduler_svc.engine.admitted_before import AdmittedBefore
 from scheduler_svc.engine.engine_settings import EngineSettings
 from scheduler_svc.engine.failures import Failures
 from scheduler_svc.engine.joined_workers import JoinedWorkers
-from scheduler_svc.engine.live_requests import LiveRequests
-from scheduler_svc.engine.model_metrics import ModelMetrics
+from scheduler_svc.engine.metrics.model_metrics import ModelMetrics
 from scheduler_svc.engine.output_sink import OutputSink
 from scheduler_svc.engine.placement import Placement
+from scheduler_svc.engine.requests.admitted_before import AdmittedBefore
+from scheduler_svc.engine.requests.live_requests import LiveRequests
+from scheduler_svc.engine.requests.tenant_turns import TenantTurns
 from scheduler_svc.engine.step_answers import StepAnswers, StepObserver
 from scheduler_svc.engine.step_sender import StepSender
 from scheduler_svc.engine.step_traces import StepTraces
-from scheduler_svc.engine.tenant_turns import TenantTurns
 from scheduler_svc.engine.time_limits import WATCH_INTERVAL_S, TimeLimits
 from scheduler_svc.engine.turn_watch import Turns
 from scheduler_svc.engine.turnover import Turnover

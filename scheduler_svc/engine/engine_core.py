@@ -9,7 +9,7 @@ import asyncio
 from typing import Protocol
 
 from protos import inference_pb2 as pb
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.errors import RequestRefused
 

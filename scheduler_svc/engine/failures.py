@@ -9,14 +9,14 @@ import structlog
 
 from octavo.shared.log import trace
 from scheduler_svc.core.before_answer import BeforeAnswer
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.group_fault import GroupFault
-from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.group_fault import GroupFault
+from scheduler_svc.core.sequences.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.core.step_plan import groups_of
 from scheduler_svc.engine.adapters import Adapters
 from scheduler_svc.engine.engine_settings import EngineSettings
 from scheduler_svc.engine.joined_workers import JoinedWorkers
-from scheduler_svc.engine.model_metrics import ModelMetrics
+from scheduler_svc.engine.metrics.model_metrics import ModelMetrics
 from scheduler_svc.engine.placement import Placement
 from scheduler_svc.engine.step_traces import StepTraces
 from scheduler_svc.flight.recorder import NoRecorder

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from scheduler_svc.core.block_allocator import BlockAllocator
+from scheduler_svc.core.blocks.block_allocator import BlockAllocator
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.engine.engine import Engine
 

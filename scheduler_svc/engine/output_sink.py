@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from protos import worker_pb2
-from scheduler_svc.core.beam_search import BeamHypothesis
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.beam_search import BeamHypothesis
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.step_plan import NewTokens
 
 

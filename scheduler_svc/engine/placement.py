@@ -7,13 +7,13 @@ from collections.abc import Callable
 import structlog
 
 from octavo.shared.log import trace
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.engine.adapters import Adapters
 from scheduler_svc.engine.joined_workers import JoinedWorkers
-from scheduler_svc.engine.live_requests import LiveRequests
-from scheduler_svc.engine.model_metrics import ModelMetrics
+from scheduler_svc.engine.metrics.model_metrics import ModelMetrics
 from scheduler_svc.engine.output_sink import OutputSink
+from scheduler_svc.engine.requests.live_requests import LiveRequests
 from scheduler_svc.engine.step_traces import StepTraces
 from scheduler_svc.flight.recorder import NoRecorder
 from scheduler_svc.routing.router import Router

@@ -9,17 +9,17 @@ import structlog
 
 from protos import worker_pb2
 from scheduler_svc.core.before_answer import BeforeAnswer
-from scheduler_svc.core.finish_reason import FinishReason
+from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.core.step_plan import Answer, WrongAnswer, groups_of
 from scheduler_svc.engine.adapters import Adapters
 from scheduler_svc.engine.failures import Failures
 from scheduler_svc.engine.joined_workers import JoinedWorkers
-from scheduler_svc.engine.live_requests import LiveRequests
-from scheduler_svc.engine.model_metrics import ModelMetrics
+from scheduler_svc.engine.messages.prompt_logprobs import take_prompt_logprobs
+from scheduler_svc.engine.messages.step_encoder import decode
+from scheduler_svc.engine.metrics.model_metrics import ModelMetrics
 from scheduler_svc.engine.output_sink import OutputSink
 from scheduler_svc.engine.placement import Placement
-from scheduler_svc.engine.prompt_logprobs import take_prompt_logprobs
-from scheduler_svc.engine.step_encoder import decode
+from scheduler_svc.engine.requests.live_requests import LiveRequests
 from scheduler_svc.engine.turnover import Turnover
 from scheduler_svc.flight.recorder import NoRecorder
 from scheduler_svc.leases.step_statistics import AnsweredStep, StepInFlight

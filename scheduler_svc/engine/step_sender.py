@@ -7,12 +7,12 @@ from collections.abc import Callable
 import structlog
 
 from octavo.shared.log import trace
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.group_fault import GroupFault
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.group_fault import GroupFault
 from scheduler_svc.core.step_plan import SchedulerOutputs, groups_of
 from scheduler_svc.engine.failures import FAULTS_OVER, Failures
+from scheduler_svc.engine.messages.step_encoder import UnsendableGroup, encode_request
 from scheduler_svc.engine.placement import Placement
-from scheduler_svc.engine.step_encoder import UnsendableGroup, encode_request
 from scheduler_svc.engine.step_traces import StepTraces
 from scheduler_svc.flight.recorder import NoRecorder
 from scheduler_svc.leases.worker_handle import WorkerHandle

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from octavo.shared.tracing.context import TraceContext
-from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.core.step_plan import SchedulerOutputs
 from scheduler_svc.leases.step_statistics import StepInFlight
 from scheduler_svc.leases.worker_handle import WorkerHandle

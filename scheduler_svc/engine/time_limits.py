@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from scheduler_svc.core.finish_reason import FinishReason
+from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.engine.failures import Failures
 from scheduler_svc.engine.joined_workers import JoinedWorkers
 from scheduler_svc.engine.placement import Placement

@@ -11,7 +11,7 @@ from array import array
 from operator import attrgetter
 from typing import Any
 
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 
 ENTRY_BYTES = 400  # of an entry with its times, about, beside the messages that it holds
 GROUP_BYTES = 1200  # likewise of a request

@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from google.protobuf.message import Message
 
-from scheduler_svc.core.block_allocator import BlockAllocator
-from scheduler_svc.core.policy import Policy
-from scheduler_svc.core.prefix_cache import PrefixCache
-from scheduler_svc.core.prefix_finder import PrefixFinder
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.sequence_columns import SequenceColumns
+from scheduler_svc.core.blocks.block_allocator import BlockAllocator
+from scheduler_svc.core.blocks.prefix_cache import PrefixCache
+from scheduler_svc.core.blocks.prefix_finder import PrefixFinder
+from scheduler_svc.core.queues.policy import Policy
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.sequences.sequence_columns import SequenceColumns
 from scheduler_svc.leases.step_statistics import StepStatistics
 from scheduler_svc.leases.worker_handle import WorkerHandle
 from scheduler_svc.routing.prefix_index import PrefixIndex

@@ -7,8 +7,8 @@ from typing import Any
 
 from google.protobuf import json_format
 
-from scheduler_svc.core.beam_search import BeamSearch, _Beam
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.sequences.beam_search import BeamSearch, _Beam
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.flight.hidden import Hidden
 from scheduler_svc.flight.image import GROUP_FIELDS, SEQUENCE_FIELDS, Image, Inline, Node, Ref
 

@@ -24,7 +24,7 @@ from scheduler_svc.flight.hidden import Hidden
 from scheduler_svc.flight.image_form import ImageForm, message_form
 from scheduler_svc.flight.recorder import Recording
 
-FORMAT = 1
+FORMAT = 2
 HASH_BYTES = 32
 _NAMES = ("tenant", "share", "adapter", "model")  # of a request
 Line = dict[str, Any]

@@ -18,8 +18,8 @@ import structlog
 
 from octavo.shared.log import trace
 from protos import worker_pb2
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.step_plan import Answer, NewTokens, ScheduledRows, SchedulerOutputs
 from scheduler_svc.flight.entries import ENTRY_BYTES, GROUP_BYTES, HASH_BYTES, Entry, GroupNote, Kind
 from scheduler_svc.flight.image import Image, NoImage, image_of

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from protos import inference_pb2
-from scheduler_svc.core.beam_search import BeamSearch
-from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequences.beam_search import BeamSearch
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.flight.hidden import digest_of
 
 EOS = 1  # the token that ends a sequence with STOP

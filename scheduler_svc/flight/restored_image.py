@@ -19,11 +19,11 @@ import numpy as np
 from google.protobuf import json_format
 
 from protos import worker_pb2
-from scheduler_svc.core.policy import Policy
-from scheduler_svc.core.prefix_cache import PrefixCache
-from scheduler_svc.core.prefix_finder import PrefixFinder
-from scheduler_svc.core.sequence import SequenceStatus
-from scheduler_svc.core.sequence_columns import SequenceColumns
+from scheduler_svc.core.blocks.prefix_cache import PrefixCache
+from scheduler_svc.core.blocks.prefix_finder import PrefixFinder
+from scheduler_svc.core.queues.policy import Policy
+from scheduler_svc.core.sequences.sequence import SequenceStatus
+from scheduler_svc.core.sequences.sequence_columns import SequenceColumns
 from scheduler_svc.flight.errors import BadRecord
 from scheduler_svc.flight.hidden import digest_of
 from scheduler_svc.flight.replayed_groups import EOS, ReplayedGroup, ReplayedSequence, group_of_image

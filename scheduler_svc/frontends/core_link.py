@@ -13,8 +13,8 @@ import grpc
 
 from protos import frontend_pb2, frontend_pb2_grpc
 from protos import inference_pb2 as pb
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.step_plan import NewTokens
 from scheduler_svc.errors import NotReady, RequestRefused
 from scheduler_svc.frontends.forwarding import answer_of

@@ -18,13 +18,13 @@ import structlog
 from octavo.shared import log as logging
 from octavo.shared.tracing.context import parse
 from protos import frontend_pb2, worker_pb2
-from scheduler_svc.core.beam_search import BeamHypothesis
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.core.sequence_columns import Ints
+from scheduler_svc.core.sequences.beam_search import BeamHypothesis
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import SequenceGroup
+from scheduler_svc.core.sequences.sequence_columns import Ints
 from scheduler_svc.core.step_plan import NewTokens
 from scheduler_svc.engine.engine_core import EngineCore
-from scheduler_svc.engine.logprob_columns import LogprobColumns
+from scheduler_svc.engine.messages.logprob_columns import LogprobColumns
 from scheduler_svc.errors import NotReady, RequestRefused
 from scheduler_svc.frontends.frontend_messages import (
     decode_refusal,

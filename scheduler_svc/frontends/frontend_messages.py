@@ -9,10 +9,10 @@ import numpy as np
 
 from protos import frontend_pb2, shards_pb2, worker_pb2
 from scheduler_svc.api.status import STATUS_CODES
-from scheduler_svc.core.beam_search import BeamHypothesis
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.core.sequence_columns import Ints
+from scheduler_svc.core.sequences.beam_search import BeamHypothesis
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import SequenceGroup
+from scheduler_svc.core.sequences.sequence_columns import Ints
 from scheduler_svc.core.step_plan import NewTokens
 from scheduler_svc.errors import FieldViolation, InvalidRequest, QueueFull, RequestRefused
 from scheduler_svc.limits.over_limit import OverLimit

@@ -6,7 +6,7 @@ import numpy as np
 
 from protos import frontend_pb2
 from protos import inference_pb2 as pb
-from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequences.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.frontends.frontend_messages import apply_counters, encode_counters
 from scheduler_svc.requests.group_limits import best_of, new_beam_search, num_outputs
 

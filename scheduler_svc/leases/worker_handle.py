@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import Protocol
 
 from protos import worker_pb2
-from scheduler_svc.core.block_manager import BlockSpaceManager
+from scheduler_svc.core.blocks.block_manager import BlockSpaceManager
 from scheduler_svc.core.preemption_modes import Costs
+from scheduler_svc.core.queues.waiting_queue import WaitingQueue
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.scheduler_settings import SchedulerSettings
-from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.core.sequence_columns import SequenceColumns
+from scheduler_svc.core.sequences.sequence import SequenceGroup
+from scheduler_svc.core.sequences.sequence_columns import SequenceColumns
 from scheduler_svc.core.step_plan import ScheduledRows, SchedulerOutputs, WrongAnswer
-from scheduler_svc.core.waiting_queue import WaitingQueue
 from scheduler_svc.leases.adapter_gate import AdapterGate
 from scheduler_svc.leases.step_pace import StepPace
 from scheduler_svc.leases.step_statistics import StepInFlight, StepStatistics

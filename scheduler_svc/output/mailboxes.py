@@ -20,9 +20,9 @@ from functools import partial
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2
-from scheduler_svc.core.beam_search import BeamHypothesis
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.beam_search import BeamHypothesis
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.step_plan import NewTokens
 from scheduler_svc.output.output_processor import take_beams, take_end, take_prompt_logprobs, take_tokens
 from scheduler_svc.output.request_stream import RequestStream

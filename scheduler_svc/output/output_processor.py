@@ -18,11 +18,11 @@ import structlog
 from octavo.shared import log as logging
 from protos import inference_pb2 as pb
 from protos import worker_pb2
-from scheduler_svc.core.beam_search import BeamHypothesis
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.beam_search import BeamHypothesis
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.step_plan import NewTokens
-from scheduler_svc.engine.logprob_columns import LogprobColumns
+from scheduler_svc.engine.messages.logprob_columns import LogprobColumns
 from scheduler_svc.output.request_stream import RequestStream
 from scheduler_svc.vital_parts import VitalParts
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from collections.abc import Sequence as AbstractSequence
 
 from protos import inference_pb2 as pb
-from scheduler_svc.core.beam_search import BeamHypothesis
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.engine.logprob_columns import LogprobColumns
+from scheduler_svc.core.sequences.beam_search import BeamHypothesis
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.engine.messages.logprob_columns import LogprobColumns
 from scheduler_svc.text.detokenizer import Detokenizer
 from scheduler_svc.text.stop_automaton import StopAutomaton
 from scheduler_svc.text.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from octavo.shared import log as logging
 from protos import inference_pb2 as pb
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.errors import RequestRefused
 from scheduler_svc.output.request_stream import RequestStream
 

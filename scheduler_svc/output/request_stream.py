@@ -16,10 +16,10 @@ import structlog
 
 from octavo.shared import log as logging
 from protos import inference_pb2 as pb
-from scheduler_svc.core.beam_search import BeamHypothesis
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from scheduler_svc.engine.logprob_columns import LogprobColumns
+from scheduler_svc.core.sequences.beam_search import BeamHypothesis
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.engine.messages.logprob_columns import LogprobColumns
 from scheduler_svc.errors import FieldViolation, InvalidRequest
 from scheduler_svc.output.output_stream import OutputStream
 from scheduler_svc.output.resumed_outputs import ResumedOutput

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protos import inference_pb2 as pb
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.errors import FieldViolation, InvalidRequest
 
 

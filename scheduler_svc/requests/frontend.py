@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from protos import inference_pb2 as pb
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.errors import FieldViolation, InvalidRequest, NotReady
 from scheduler_svc.models.served_model import ServedModel
 from scheduler_svc.models.served_models import ServedModels

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protos import inference_pb2 as pb
-from scheduler_svc.core.beam_search import BeamSearch
+from scheduler_svc.core.sequences.beam_search import BeamSearch
 from scheduler_svc.errors import FieldViolation, InvalidRequest
 from scheduler_svc.requests.request_checks import check_fits
 

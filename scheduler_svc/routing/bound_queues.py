@@ -6,10 +6,10 @@ All are in policy order and count arrivals and tenants as one. Only the step loo
 
 from __future__ import annotations
 
-from scheduler_svc.core.policy import Policy
-from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.core.served_tokens import ServedTokens
-from scheduler_svc.core.waiting_queue import WaitingQueue
+from scheduler_svc.core.queues.policy import Policy
+from scheduler_svc.core.queues.served_tokens import ServedTokens
+from scheduler_svc.core.queues.waiting_queue import WaitingQueue
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 
 
 class BoundQueues:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.prefix_cache import PrefixCache
+from scheduler_svc.core.blocks.prefix_cache import PrefixCache
 
 
 class PrefixIndex:

@@ -9,8 +9,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.policy import Policy
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.queues.policy import Policy
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.routing.routing_cost import Ahead
 
 MAX_URGENCIES = 32  # told apart; of more, one that comes is counted with the next lower one

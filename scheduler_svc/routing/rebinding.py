@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequences.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.leases.worker_handle import WorkerHandle
 from scheduler_svc.routing.router import MUCH_CHEAPER, Router
 from scheduler_svc.routing.routing_cost import Ahead, Wanted, WorkerLoad, cost_s, wait_s

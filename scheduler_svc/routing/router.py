@@ -14,9 +14,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.policy import Policy
-from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.core.served_tokens import ServedTokens
+from scheduler_svc.core.queues.policy import Policy
+from scheduler_svc.core.queues.served_tokens import ServedTokens
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.leases.worker_handle import WorkerHandle
 from scheduler_svc.routing.bound_queues import BoundQueues
 from scheduler_svc.routing.expected_outputs import ExpectedOutputs

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.core.waiting_queue import WaitingQueue
+from scheduler_svc.core.queues.waiting_queue import WaitingQueue
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.leases.worker_handle import WorkerHandle
 
 MIN_GONE = 64  # that may have left the queue and are still noted

@@ -11,7 +11,7 @@ from dataclasses import fields
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.leases.worker_handle import WorkerHandle
 from scheduler_svc.routing.routing_cost import WorkerLoad
 

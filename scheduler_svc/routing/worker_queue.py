@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from scheduler_svc.core.group_fault import GroupFault
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.group_fault import GroupFault
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 
 if TYPE_CHECKING:
     from scheduler_svc.leases.worker_handle import WorkerHandle

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import grpc
 
 from protos import shards_pb2, shards_pb2_grpc
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.errors import FieldViolation, InvalidRequest, NotReady
 from scheduler_svc.frontends.frontend_messages import decode_over_limit
 from scheduler_svc.frontends.outbox import Outbox

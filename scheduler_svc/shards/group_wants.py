@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from scheduler_svc.core.prefix_cache import extend_hashes, root_hash
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.block_hashes import extend_hashes, root_hash
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.shards.cached_bits import Places, places
 from scheduler_svc.shards.routing_table import Wanted
 

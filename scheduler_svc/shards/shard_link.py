@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 
 from protos import frontend_pb2, shards_pb2
-from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus, adapter_version
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, SequenceStatus, adapter_version
 from scheduler_svc.core.step_plan import NewTokens
 from scheduler_svc.frontends.core_link import CoreLink
 from scheduler_svc.models.served_model import ServedModel

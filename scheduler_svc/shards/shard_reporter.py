@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from protos import frontend_pb2, shards_pb2
-from scheduler_svc.core.prefix_cache import CacheChanges, PrefixCache
-from scheduler_svc.core.sequence import PROCESS
+from scheduler_svc.core.blocks.prefix_cache import CacheChanges, PrefixCache
+from scheduler_svc.core.sequences.sequence import PROCESS
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.frontends.frontend_links import FrontendLink, FrontendLinks
 from scheduler_svc.leases.worker_handle import WorkerHandle

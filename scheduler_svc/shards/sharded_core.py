@@ -19,8 +19,8 @@ import structlog
 from octavo.shared.rpc import WORKER_CHANNEL_OPTIONS
 from protos import frontend_pb2, shards_pb2
 from protos import inference_pb2 as pb
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull, RequestRefused
 from scheduler_svc.frontends.core_link import StateListener
 from scheduler_svc.models.served_models import ServedModels

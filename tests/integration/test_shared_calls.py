@@ -22,7 +22,7 @@ from protos import inference_pb2 as pb
 from scheduler_svc.api.inference_service import InferenceService
 from scheduler_svc.api.public_server import public_server
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core.finish_reason import FinishReason
+from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.models.served_models import ServedModels
 from scheduler_svc.output.mailboxes import Mailboxes
 from scheduler_svc.requests.admission import Admission

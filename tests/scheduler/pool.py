@@ -20,10 +20,10 @@ from unittest import mock
 import numpy as np
 
 from protos import inference_pb2, worker_pb2
-from scheduler_svc.core.beam_search import BeamHypothesis, BeamSearch
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import Sequence as SchedulerSequence
-from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequences.beam_search import BeamHypothesis, BeamSearch
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import Sequence as SchedulerSequence
+from scheduler_svc.core.sequences.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.core.step_plan import NewTokens
 from scheduler_svc.engine import engine, failures, placement, time_limits
 from scheduler_svc.engine.engine import Engine

@@ -9,8 +9,8 @@ import numpy as np
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.step_plan import NewTokens
 from scheduler_svc.errors import QueueFull, RequestRefused
 from scheduler_svc.output.mailboxes import Mailboxes

@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from protos import inference_pb2, worker_pb2
-from scheduler_svc.core.beam_search import BeamHypothesis, BeamSearch
-from scheduler_svc.core.block_manager import BlockSpaceManager
-from scheduler_svc.core.policy import POLICIES
+from scheduler_svc.core.blocks.block_manager import BlockSpaceManager
 from scheduler_svc.core.preemption_modes import Costs
+from scheduler_svc.core.queues.policy import POLICIES
+from scheduler_svc.core.queues.served_tokens import ServedTokens
+from scheduler_svc.core.queues.waiting_queue import WaitingQueue
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.scheduler_settings import SchedulerSettings
-from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.core.sequence_columns import SequenceColumns
-from scheduler_svc.core.served_tokens import ServedTokens
+from scheduler_svc.core.sequences.beam_search import BeamHypothesis, BeamSearch
+from scheduler_svc.core.sequences.sequence import SequenceGroup
+from scheduler_svc.core.sequences.sequence_columns import SequenceColumns
 from scheduler_svc.core.step_plan import LEAST_PROMPT_TOKENS, NewTokens, ScheduledRows, SchedulerOutputs
-from scheduler_svc.core.waiting_queue import WaitingQueue
-from scheduler_svc.engine.prompt_logprobs import take_prompt_logprobs
-from scheduler_svc.engine.step_encoder import decode, encode
+from scheduler_svc.engine.messages.prompt_logprobs import take_prompt_logprobs
+from scheduler_svc.engine.messages.step_encoder import decode, encode
 from tests.scheduler.fake_language import EOS, VOCAB_SIZE, content_of, expected_tokens, logprobs_after, most_likely
 from tests.scheduler.simulated_worker import RowErrorOf, SimulatedWorker
 

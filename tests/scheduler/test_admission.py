@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler_svc.core.block_manager import AllocStatus
-from scheduler_svc.core.served_tokens import ServedTokens
+from scheduler_svc.core.blocks.block_manager import AllocStatus
+from scheduler_svc.core.queues.served_tokens import ServedTokens
 from scheduler_svc.core.step_plan import Chunk, SchedulingBudget, StepPlan
 from tests.scheduler.simulation import Simulation
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from protos import worker_pb2
-from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.engine.admitted_before import MAX_KNOWN, AdmittedBefore
+from scheduler_svc.core.sequences.sequence import SequenceGroup
+from scheduler_svc.engine.requests.admitted_before import MAX_KNOWN, AdmittedBefore
 from scheduler_svc.errors import QueueFull
 from tests.scheduler.fake_language import expected_tokens
 from tests.scheduler.pool import Faults, Pool, Size

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from protos import inference_pb2, worker_pb2
-from scheduler_svc.core.block_allocator import BlockAllocator
-from scheduler_svc.core.prefix_cache import PrefixCache
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.blocks.block_allocator import BlockAllocator
+from scheduler_svc.core.blocks.prefix_cache import PrefixCache
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.leases.worker_claims import WrongClaim, check_cached
 
 SIZES = worker_pb2.InitializeResponse(num_device_blocks=8)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core.before_answer import BeforeAnswer
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import SequenceStatus
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import SequenceStatus
 from scheduler_svc.core.step_plan import Answer, ScheduledRows, WrongAnswer
 from tests.scheduler.simulation import Simulation
 

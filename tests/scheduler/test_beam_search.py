@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from scheduler_svc.core.beam_search import BeamHypothesis, BeamSearch, Candidates, EarlyStopping
-from scheduler_svc.core.finish_reason import FinishReason
+from scheduler_svc.core.sequences.beam_search import BeamHypothesis, BeamSearch, Candidates, EarlyStopping
+from scheduler_svc.core.sequences.finish_reason import FinishReason
 from tests.tiny_models import make_tiny_llama
 
 TOLERANCE = 1e-4

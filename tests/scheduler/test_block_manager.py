@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from protos import inference_pb2, worker_pb2
-from scheduler_svc.core.block_manager import BlockSpaceManager
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.sequence_columns import SequenceColumns
+from scheduler_svc.core.blocks.block_manager import BlockSpaceManager
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.sequences.sequence_columns import SequenceColumns
 
 BLOCK, NUM_BLOCKS = 4, 12
 

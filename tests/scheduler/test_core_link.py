@@ -16,7 +16,7 @@ from octavo.shared.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS
 from protos import frontend_pb2, frontend_pb2_grpc
 from protos import inference_pb2 as pb
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequences.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull, UnknownName
 from scheduler_svc.frontends.core_link import CoreLink
 from scheduler_svc.frontends.core_service import CoreService

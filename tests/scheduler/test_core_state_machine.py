@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from tests.scheduler.simulation import VOCAB_SIZE, Simulation, expected_tokens
 
 SHARED = [(7 * position) % VOCAB_SIZE for position in range(20)]  # what prompts begin with

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from scheduler_svc.core.policy import POLICIES
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.queues.policy import POLICIES
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from tests.scheduler.hand_turned_loop import Loop
 
 NUM_FEW, NUM_MANY = 4, 64

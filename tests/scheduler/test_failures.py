@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.group_fault import GroupFault
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.group_fault import GroupFault
 from scheduler_svc.engine.failures import LOSSES_IN_ALL, MAX_FAULTS_IN_A_ROW
 from tests.scheduler.hand_turned_loop import FakeLink, Loop
 

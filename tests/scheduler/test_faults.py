@@ -13,13 +13,13 @@ from protos import inference_pb2 as pb
 from protos import worker_pb2
 from scheduler_svc.core import sealed_step
 from scheduler_svc.core.answers import Answers
-from scheduler_svc.core.block_manager import BlockSpaceManager
-from scheduler_svc.core.finish_reason import FinishReason
+from scheduler_svc.core.blocks.block_manager import BlockSpaceManager
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.step_plan import Introduction
 from scheduler_svc.core.worker_groups import WorkerGroups
-from scheduler_svc.engine import step_encoder
+from scheduler_svc.engine.messages import step_encoder
 from scheduler_svc.routing.router import Router
 from scheduler_svc.routing.worker_queue import WorkerQueue
 from tests.fakes import FakeWorker

@@ -27,9 +27,9 @@ from octavo.shared.tenant_limits import TenantLimits, TenantTable
 from octavo.shared.tracing.context import TraceContext
 from protos import worker_pb2
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core.policy import POLICIES
 from scheduler_svc.core.preemption import Preemption
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.queues.policy import POLICIES
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.engine_settings import EngineSettings
 from scheduler_svc.errors import QueueFull

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import inference_pb2 as pb
-from scheduler_svc.core import served_tokens
-from scheduler_svc.core.policy import POLICIES
-from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.core.served_tokens import MAX_REMEMBERED, ServedTokens
-from scheduler_svc.core.waiting_queue import WaitingQueue
+from scheduler_svc.core.queues import served_tokens
+from scheduler_svc.core.queues.policy import POLICIES
+from scheduler_svc.core.queues.served_tokens import MAX_REMEMBERED, ServedTokens
+from scheduler_svc.core.queues.waiting_queue import WaitingQueue
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from tests.many import trials, without_end
 from tests.scheduler.simulation import Simulation
 

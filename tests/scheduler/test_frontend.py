@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from protos import inference_pb2 as pb
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.errors import InvalidRequest, Unsupported
 from scheduler_svc.models.served_model import ServedModel
 from scheduler_svc.models.served_models import ServedModels

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from protos import frontend_pb2, worker_pb2
 from protos import inference_pb2 as pb
-from scheduler_svc.core.beam_search import BeamHypothesis
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequences.beam_search import BeamHypothesis
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.core.step_plan import NewTokens
-from scheduler_svc.engine.logprob_columns import LogprobColumns
+from scheduler_svc.engine.messages.logprob_columns import LogprobColumns
 from scheduler_svc.errors import (
     DuplicateRequest,
     FieldViolation,

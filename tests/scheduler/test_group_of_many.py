@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import inference_pb2 as pb
-from scheduler_svc.core import prefix_finder
-from scheduler_svc.core import sequence as sequence_module
-from scheduler_svc.core.prefix_cache import PrefixCache, extend_hashes
-from scheduler_svc.core.prefix_finder import MAX_HELD, PrefixFinder
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.blocks import prefix_finder
+from scheduler_svc.core.blocks.prefix_cache import PrefixCache
+from scheduler_svc.core.blocks.prefix_finder import MAX_HELD, PrefixFinder
+from scheduler_svc.core.sequences import sequence as sequence_module
+from scheduler_svc.core.sequences.block_hashes import extend_hashes
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from tests.scheduler.simulation import Simulation
 
 N, BLOCK_SIZE, NUM_FULL = 128, 16, 64

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from protos import worker_pb2
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.core.step_plan import NewTokens
-from scheduler_svc.engine.metrics import Metrics
+from scheduler_svc.engine.metrics.metrics import Metrics
 from scheduler_svc.errors import DuplicateRequest
 from tests.scheduler.hand_turned_loop import FakeLink, Loop
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from protos import inference_pb2, worker_pb2
-from scheduler_svc.core.block_manager import BlockSpaceManager
+from scheduler_svc.core.blocks.block_manager import BlockSpaceManager
 from scheduler_svc.core.scheduler_settings import SchedulerSettings
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.worker_groups import WorkerGroups
 from scheduler_svc.engine import time_limits
 from scheduler_svc.leases import worker_handle

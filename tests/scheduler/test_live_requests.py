@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import inference_pb2 as pb
-from scheduler_svc.core.ordered_groups import Entry, OrderedGroups
-from scheduler_svc.core.policy import POLICIES
-from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.engine.admitted_before import AdmittedBefore
-from scheduler_svc.engine.live_requests import LiveRequests
-from scheduler_svc.engine.tenant_turns import TenantTurns
+from scheduler_svc.core.queues.ordered_groups import Entry, OrderedGroups
+from scheduler_svc.core.queues.policy import POLICIES
+from scheduler_svc.core.sequences.sequence import SequenceGroup
+from scheduler_svc.engine.requests.admitted_before import AdmittedBefore
+from scheduler_svc.engine.requests.live_requests import LiveRequests
+from scheduler_svc.engine.requests.tenant_turns import TenantTurns
 from scheduler_svc.errors import DuplicateRequest
 from scheduler_svc.routing.bound_queues import BoundQueues
 from tests.many import trials, without_end

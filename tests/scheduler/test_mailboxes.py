@@ -11,8 +11,8 @@ import pytest
 
 import scheduler_svc.output.mailboxes
 from protos import inference_pb2 as pb
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.output.mailboxes import WRITES_AT_ONCE, Mailboxes, Pace
 from scheduler_svc.output.request_stream import RequestStream
 from scheduler_svc.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ import pytest
 from protos import inference_pb2 as pb
 from scheduler_svc.api import allowance, many_requests
 from scheduler_svc.api.inference_service import InferenceService
-from scheduler_svc.core.finish_reason import FinishReason
+from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.models.served_models import ServedModels
 from scheduler_svc.output.mailboxes import Mailboxes
 from scheduler_svc.requests.admission import Admission

@@ -14,10 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from protos import inference_pb2 as pb
 from scheduler_svc.api.metrics_exporter import EngineCollector
-from scheduler_svc.core.finish_reason import FinishReason
+from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.engine.engine import Engine
-from scheduler_svc.engine.histogram import Histogram
-from scheduler_svc.engine.model_metrics import MAX_NAMES, ModelMetrics
+from scheduler_svc.engine.metrics.histogram import Histogram
+from scheduler_svc.engine.metrics.model_metrics import MAX_NAMES, ModelMetrics
 from scheduler_svc.errors import QueueFull, UnknownName
 from tests.fakes import FakeWorker
 from tests.scheduler.hand_turned_loop import Loop

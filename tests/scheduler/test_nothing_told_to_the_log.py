@@ -23,8 +23,8 @@ from scheduler_svc.api.control_service import ControlService
 from scheduler_svc.api.inference_service import InferenceService
 from scheduler_svc.api.public_server import public_server
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.step_plan import NewTokens
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull, RequestRefused, UnknownName, Unsupported
 from scheduler_svc.models.served_models import ServedModels

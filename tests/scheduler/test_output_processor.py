@@ -11,10 +11,10 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.step_plan import NewTokens
-from scheduler_svc.engine.logprob_columns import LogprobColumns
+from scheduler_svc.engine.messages.logprob_columns import LogprobColumns
 from scheduler_svc.output.output_processor import Delivery, OutputProcessor
 from scheduler_svc.output.request_stream import RequestStream
 from scheduler_svc.text.tokenizer import Tokenizer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.routing.router import Router
 from tests.scheduler.hand_turned_loop import Loop
 

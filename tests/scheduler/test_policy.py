@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import inference_pb2
-from scheduler_svc.core.policy import POLICIES
-from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.core.served_tokens import MIN_REMEMBERED, ServedTokens
+from scheduler_svc.core.queues.policy import POLICIES
+from scheduler_svc.core.queues.served_tokens import MIN_REMEMBERED, ServedTokens
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from tests.many import trials, without_end
 from tests.scheduler.simulation import Simulation
 from tests.scheduler.virtual_time import Arrival, Machine, Playback, jain_index, play

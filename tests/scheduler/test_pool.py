@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.routing import worker_queue
 from tests.scheduler.fake_language import EOS, expected_tokens
 from tests.scheduler.pool import Faults, Pool, PoolWorker, Size, heard_by

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from scheduler_svc.core import sequence
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.sequences import sequence
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.routing import rebinding, router, worker_queue
 from tests.scheduler.fake_language import VOCAB_SIZE, expected_tokens
 from tests.scheduler.pool import Faults, Pool, PoolWorker, Size, heard_by

@@ -10,10 +10,10 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2
-from scheduler_svc.core.beam_search import BeamHypothesis, BeamSearch
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
-from scheduler_svc.engine.logprob_columns import LogprobColumns
+from scheduler_svc.core.sequences.beam_search import BeamHypothesis, BeamSearch
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
+from scheduler_svc.engine.messages.logprob_columns import LogprobColumns
 from scheduler_svc.output import request_stream
 from scheduler_svc.output.request_stream import RequestStream
 from scheduler_svc.output.resumed_outputs import ResumedOutput

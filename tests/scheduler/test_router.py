@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from protos import inference_pb2, worker_pb2
-from scheduler_svc.core.policy import POLICIES
+from scheduler_svc.core.queues.policy import POLICIES
+from scheduler_svc.core.queues.served_tokens import ServedTokens
 from scheduler_svc.core.scheduler_settings import SchedulerSettings
-from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.core.served_tokens import ServedTokens
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.step_plan import SchedulerOutputs
-from scheduler_svc.engine.step_encoder import decode, encode
+from scheduler_svc.engine.messages.step_encoder import decode, encode
 from scheduler_svc.leases.worker_handle import AdapterRequest, WorkerHandle
 from scheduler_svc.routing.expected_outputs import FIRST_NUM_OUTPUTS
 from scheduler_svc.routing.rebinding import PAUSE_NS, Rebinding

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from protos import shards_pb2
-from scheduler_svc.core.prefix_cache import extend_hashes, root_hash
+from scheduler_svc.core.sequences.block_hashes import extend_hashes, root_hash
 from scheduler_svc.routing import routing_cost
 from scheduler_svc.routing.routing_cost import Ahead, WorkerLoad, cost_s
 from scheduler_svc.shards.cached_bits import CachedBits, num_bits_for, places

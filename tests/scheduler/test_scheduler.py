@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import worker_pb2
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.step_plan import SchedulingBudget, StepPlan
-from scheduler_svc.engine.step_encoder import decode, encode
+from scheduler_svc.engine.messages.step_encoder import decode, encode
 from tests.many import trials, without_end
 from tests.scheduler.simulation import VOCAB_SIZE, Simulation, expected_tokens
 

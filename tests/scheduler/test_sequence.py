@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from protos import inference_pb2
-from scheduler_svc.core.policy import POLICIES
-from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from scheduler_svc.core.sequence_columns import SequenceColumns
-from scheduler_svc.engine.step_encoder import encode
+from scheduler_svc.core.queues.policy import POLICIES
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequences.sequence_columns import SequenceColumns
+from scheduler_svc.engine.messages.step_encoder import encode
 from tests.scheduler.simulation import Simulation
 
 BIG = (1 << 31) - 1  # a token id that takes as many bytes as any

@@ -10,8 +10,8 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos import shards_pb2
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.errors import FieldViolation, InvalidRequest
 from scheduler_svc.output.mailboxes import Mailboxes
 from scheduler_svc.shards.shard_link import ShardLink

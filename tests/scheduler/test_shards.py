@@ -21,8 +21,8 @@ from protos import shards_pb2, shards_pb2_grpc
 from scheduler_svc.api import metrics_server
 from scheduler_svc.api.metrics_exporter import EngineCollector
 from scheduler_svc.config import MAX_SHARDS, SchedulerConfig
-from scheduler_svc.core import sequence
-from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequences import sequence
+from scheduler_svc.core.sequences.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.core.step_plan import NewTokens
 from scheduler_svc.errors import InvalidRequest
 from scheduler_svc.frontends.prepared_group import decode_group, encode_group

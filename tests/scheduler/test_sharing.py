@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scheduler_svc.core.prefix_cache import PrefixCache, extend_hashes, root_hash
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.blocks.prefix_cache import PrefixCache
+from scheduler_svc.core.sequences.block_hashes import extend_hashes, root_hash
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from tests.scheduler.simulated_answers import NOTHING_TO_DRAW
 from tests.scheduler.simulation import VOCAB_SIZE, Simulation, expected_tokens
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from protos import worker_pb2
-from scheduler_svc.core.finish_reason import FinishReason
+from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.engine.failures import LOSSES_IN_ALL
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull
 from scheduler_svc.leases.step_statistics import AnsweredStep

@@ -9,8 +9,8 @@ import pytest
 from octavo.shared.tracing.context import CONTEXT_BYTES, TraceContext
 from octavo.shared.tracing.span import Span
 from protos import worker_pb2
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.leases.worker_handle import WorkerHandle
 from scheduler_svc.tracing.group_trace import MAX_DECODE_LINKS, GroupTrace

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from protos import inference_pb2, worker_pb2
-from scheduler_svc.core.policy import POLICIES
+from scheduler_svc.core.queues.policy import POLICIES
+from scheduler_svc.core.queues.waiting_queue import WaitingQueue
 from scheduler_svc.core.scheduler_settings import SchedulerSettings
-from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.core.waiting_queue import WaitingQueue
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.leases.worker_handle import WorkerHandle
 from scheduler_svc.routing.stranded_groups import MIN_GONE, StrandedGroups
 from tests.scheduler.hand_turned_loop import FakeLink

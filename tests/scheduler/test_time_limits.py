@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler_svc.core.finish_reason import FinishReason
+from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.engine.time_limits import STALL_NS, WATCH_INTERVAL_S
 from tests.scheduler.hand_turned_loop import FakeLink, Loop
 

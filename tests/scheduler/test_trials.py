@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.step_plan import SchedulingBudget, StepPlan
 from scheduler_svc.core.trials import MAX_ON_TRIAL
 from tests.scheduler.simulation import Simulation

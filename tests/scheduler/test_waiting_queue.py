@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import inference_pb2
-from scheduler_svc.core.policy import POLICIES
-from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
-from scheduler_svc.core.served_tokens import ServedTokens
-from scheduler_svc.core.waiting_queue import WaitingQueue
+from scheduler_svc.core.queues.policy import POLICIES
+from scheduler_svc.core.queues.served_tokens import ServedTokens
+from scheduler_svc.core.queues.waiting_queue import WaitingQueue
+from scheduler_svc.core.sequences.sequence import SequenceGroup, SequenceStatus
 
 TENANTS = ("", "a", "b", "c")
 PARAMS = inference_pb2.SamplingParams()

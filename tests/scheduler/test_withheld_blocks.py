@@ -7,8 +7,8 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from scheduler_svc.core.block_allocator import BlockAllocator
-from scheduler_svc.core.prefix_cache import PrefixCache
+from scheduler_svc.core.blocks.block_allocator import BlockAllocator
+from scheduler_svc.core.blocks.prefix_cache import PrefixCache
 from scheduler_svc.errors import InvalidRequest, UnknownName
 from scheduler_svc.leases.worker_handle import WorkerHandle
 from tests.scheduler.hand_turned_loop import Loop

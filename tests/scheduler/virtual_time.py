@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from protos import inference_pb2
-from scheduler_svc.core.block_manager import BlockSpaceManager
-from scheduler_svc.core.policy import POLICIES
+from scheduler_svc.core.blocks.block_manager import BlockSpaceManager
+from scheduler_svc.core.queues.policy import POLICIES
+from scheduler_svc.core.queues.served_tokens import ServedTokens
+from scheduler_svc.core.queues.waiting_queue import WaitingQueue
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.scheduler_settings import SchedulerSettings
-from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.core.sequence_columns import SequenceColumns
-from scheduler_svc.core.served_tokens import ServedTokens
+from scheduler_svc.core.sequences.sequence import SequenceGroup
+from scheduler_svc.core.sequences.sequence_columns import SequenceColumns
 from scheduler_svc.core.step_plan import Answer, ScheduledRows
-from scheduler_svc.core.waiting_queue import WaitingQueue
 
 SECOND_NS = 1_000_000_000
 MAX_MODEL_LEN, BLOCK_SIZE = 512, 16

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from scheduler_svc.core.sequence import SequenceGroup
+    from scheduler_svc.core.sequences.sequence import SequenceGroup
     from scheduler_svc.engine.engine import Engine
     from scheduler_svc.leases.worker_handle import WorkerHandle
     from scheduler_svc.shards.cached_bits import CachedBits

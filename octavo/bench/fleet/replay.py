@@ -16,9 +16,9 @@ from octavo.bench.fleet.replayed_worker import ReplayedLink
 
 if TYPE_CHECKING:
     from protos import worker_pb2
-    from scheduler_svc.core.beam_search import BeamHypothesis
-    from scheduler_svc.core.finish_reason import FinishReason
-    from scheduler_svc.core.sequence import SequenceGroup
+    from scheduler_svc.core.sequences.beam_search import BeamHypothesis
+    from scheduler_svc.core.sequences.finish_reason import FinishReason
+    from scheduler_svc.core.sequences.sequence import SequenceGroup
     from scheduler_svc.core.step_plan import NewTokens
     from scheduler_svc.engine.engine import Engine
     from scheduler_svc.flight.record_file import Record
@@ -113,7 +113,7 @@ class Replay:
     # ---- the beginning ----------------------------------------------------------------------------------------------
 
     def _restore(self, record: Record) -> None:
-        from scheduler_svc.core.policy import POLICIES
+        from scheduler_svc.core.queues.policy import POLICIES
         from scheduler_svc.flight.restored_image import RestoredImage
 
         hashes = {number: line["hashes"] for number, line in record.requests.items()}

@@ -23,10 +23,10 @@ from octavo.bench.fleet.worker import BLOCK_SIZE, RunStep, VirtualWorker, Worker
 from protos import inference_pb2, worker_pb2
 
 if TYPE_CHECKING:
-    from scheduler_svc.core.beam_search import BeamHypothesis
-    from scheduler_svc.core.finish_reason import FinishReason
-    from scheduler_svc.core.sequence import Sequence as RunSequence
-    from scheduler_svc.core.sequence import SequenceGroup
+    from scheduler_svc.core.sequences.beam_search import BeamHypothesis
+    from scheduler_svc.core.sequences.finish_reason import FinishReason
+    from scheduler_svc.core.sequences.sequence import Sequence as RunSequence
+    from scheduler_svc.core.sequences.sequence import SequenceGroup
     from scheduler_svc.core.step_plan import NewTokens
     from scheduler_svc.engine.engine import Engine
     from scheduler_svc.flight.recorder import NoRecorder
@@ -260,7 +260,7 @@ class Simulation:
             self._engine_of(step.worker.number).worker_said(step.worker, step.answer)
 
     def _submit(self, request: Request) -> None:
-        from scheduler_svc.core.sequence import SequenceGroup
+        from scheduler_svc.core.sequences.sequence import SequenceGroup
 
         self._num_planned -= 1
         outcome = Outcome(request)

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from protos import inference_pb2
-from scheduler_svc.core.beam_search import BeamSearch
-from scheduler_svc.core.prefix_cache import BlockIds, extend_hashes, next_hash, root_hash
-from scheduler_svc.core.sequence_columns import SequenceColumns, TokenIds
+from scheduler_svc.core.sequences.beam_search import BeamSearch
+from scheduler_svc.core.sequences.block_hashes import BlockIds, extend_hashes, next_hash, root_hash
+from scheduler_svc.core.sequences.sequence_columns import SequenceColumns, TokenIds
 from scheduler_svc.tracing.group_trace import GroupTrace
 
 NO_BLOCKS: BlockIds = np.zeros(0, np.int32)

@@ -14,10 +14,10 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 
-from scheduler_svc.core.ordered_groups import Entry, OrderedGroups
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
-from scheduler_svc.engine.admitted_before import AdmittedBefore
-from scheduler_svc.engine.tenant_turns import TenantTurns
+from scheduler_svc.core.queues.ordered_groups import Entry, OrderedGroups
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
+from scheduler_svc.engine.requests.admitted_before import AdmittedBefore
+from scheduler_svc.engine.requests.tenant_turns import TenantTurns
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull
 from scheduler_svc.routing.bound_queues import BoundQueues
 

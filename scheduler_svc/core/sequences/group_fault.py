@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
 
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

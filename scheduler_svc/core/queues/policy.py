@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from scheduler_svc.core.sequence import SequenceGroup
+    from scheduler_svc.core.sequences.sequence import SequenceGroup
 
 Key = tuple[int, ...]
 

@@ -12,9 +12,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from scheduler_svc.core.prefix_cache import BlockIds, PrefixCache
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.sequence_columns import Ints
+from scheduler_svc.core.blocks.prefix_cache import PrefixCache
+from scheduler_svc.core.sequences.block_hashes import BlockIds
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.sequences.sequence_columns import Ints
 
 NO_BLOCKS: BlockIds = np.zeros(0, np.int32)
 MAX_HELD = 262_144  # blocks, and 16 for each look: some 4 MB, after which everything is looked up once more

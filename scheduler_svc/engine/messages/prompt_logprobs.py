@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from protos import worker_pb2
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.step_plan import ScheduledRows, WrongAnswer
-from scheduler_svc.engine.logprob_columns import LogprobColumns
-from scheduler_svc.engine.step_encoder import check_logprobs
+from scheduler_svc.engine.messages.logprob_columns import LogprobColumns
+from scheduler_svc.engine.messages.step_encoder import check_logprobs
 from scheduler_svc.leases.worker_claims import check_tokens
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from octavo.shared.tenant_limits import TenantTable
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.limits.tenant_account import Ask
 from scheduler_svc.limits.tenant_ledger import TenantLedger
 

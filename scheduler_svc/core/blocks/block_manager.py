@@ -16,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from protos import worker_pb2
-from scheduler_svc.core.block_allocator import BlockAllocator, BlockIds
-from scheduler_svc.core.prefix_cache import HASH_BYTES, PrefixCache, root_hash
-from scheduler_svc.core.prefix_finder import PrefixFinder
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.sequence_columns import Ints, SequenceColumns
-from scheduler_svc.core.step_plan import NO_NEWS, CacheNews
+from scheduler_svc.core.blocks.block_allocator import BlockAllocator
+from scheduler_svc.core.blocks.cache_news import NO_NEWS, CacheNews
+from scheduler_svc.core.blocks.prefix_cache import PrefixCache
+from scheduler_svc.core.blocks.prefix_finder import PrefixFinder
+from scheduler_svc.core.sequences.block_hashes import HASH_BYTES, BlockIds, root_hash
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.sequences.sequence_columns import Ints, SequenceColumns
 
 NO_PARENT: BlockIds = np.array([-1], np.int32)  # of the first block of a prefix
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.block_manager import BlockSpaceManager
-from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.core.sequence_columns import Ints
+from scheduler_svc.core.blocks.block_manager import BlockSpaceManager
+from scheduler_svc.core.sequences.sequence import SequenceGroup
+from scheduler_svc.core.sequences.sequence_columns import Ints
 
 
 class SuspectedBlocks:

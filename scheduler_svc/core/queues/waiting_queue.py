@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from scheduler_svc.core.ordered_groups import Entry, OrderedGroups
-from scheduler_svc.core.policy import Key, Policy
-from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.core.served_tokens import ServedTokens
-from scheduler_svc.core.waiting_tenants import WaitingTenants
+from scheduler_svc.core.queues.ordered_groups import Entry, OrderedGroups
+from scheduler_svc.core.queues.policy import Key, Policy
+from scheduler_svc.core.queues.served_tokens import ServedTokens
+from scheduler_svc.core.queues.waiting_tenants import WaitingTenants
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 
 BEFORE_ALL = 1 << 62  # for who had a turn and lost it: in order of arrival among themselves
 REPLACED = -1  # no position has this ticket

@@ -10,8 +10,8 @@ import bisect
 from collections.abc import Iterator
 from operator import itemgetter
 
-from scheduler_svc.core.policy import Key
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.queues.policy import Key
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 
 Entry = tuple[Key, SequenceGroup]
 MAX_RUN = 1024  # entries; a longer run is cut in half

@@ -14,18 +14,11 @@ import numpy.typing as npt
 
 from octavo.shared.rpc import MAX_MESSAGE_BYTES
 from protos import inference_pb2, worker_pb2
-from scheduler_svc.core.group_fault import GroupFault
-from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.sequence_columns import Ints
-from scheduler_svc.core.step_plan import (
-    NO_NEWS,
-    Answer,
-    CacheNews,
-    Introduction,
-    ScheduledRows,
-    SchedulerOutputs,
-    WrongAnswer,
-)
+from scheduler_svc.core.blocks.cache_news import NO_NEWS, CacheNews
+from scheduler_svc.core.sequences.group_fault import GroupFault
+from scheduler_svc.core.sequences.sequence import Sequence
+from scheduler_svc.core.sequences.sequence_columns import Ints
+from scheduler_svc.core.step_plan import Answer, Introduction, ScheduledRows, SchedulerOutputs, WrongAnswer
 from scheduler_svc.leases.worker_claims import check_tokens
 from scheduler_svc.tracing.step_trace import StepTrace
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.core.sequence_columns import SequenceColumns
+from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.sequence import SequenceGroup
+from scheduler_svc.core.sequences.sequence_columns import SequenceColumns
 from scheduler_svc.core.step_plan import NewTokens, ScheduledRows
-from scheduler_svc.engine.histogram import Histogram
+from scheduler_svc.engine.metrics.histogram import Histogram
 from scheduler_svc.leases.step_statistics import AnsweredStep
 from scheduler_svc.tracing.step_trace import StepTrace
 

@@ -11,7 +11,8 @@ from collections import OrderedDict
 
 import numpy as np
 
-from scheduler_svc.core.prefix_cache import BlockIds, PrefixCache
+from scheduler_svc.core.blocks.prefix_cache import PrefixCache
+from scheduler_svc.core.sequences.block_hashes import BlockIds
 
 __all__ = ["BlockAllocator", "BlockIds"]
 

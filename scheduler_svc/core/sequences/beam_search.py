@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protos import inference_pb2
-from scheduler_svc.core.finish_reason import FinishReason
+from scheduler_svc.core.sequences.finish_reason import FinishReason
 
 _FLOAT32 = np.finfo(np.float32)
 

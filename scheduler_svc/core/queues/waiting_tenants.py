@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 
-from scheduler_svc.core.served_tokens import ServedTokens
+from scheduler_svc.core.queues.served_tokens import ServedTokens
 
 
 class WaitingTenants:
