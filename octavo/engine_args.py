@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from octavo.embedded.embedded_options import NOT_EMBEDDED, read_options
+from octavo.embedded.options import NOT_EMBEDDED, read_options
 from octavo.shared.options import KNOWN
 
 

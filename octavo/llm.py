@@ -43,7 +43,8 @@ class LLM:
         options: any option of `octavo serve` that is not about sockets, by its Python name (`max_num_seqs=64`,
             `steps_in_flight=1`); text is read as the command line reads it, and None is the default. Besides:
             `seed` makes runs equal: request number k of this object, from 0 and over all calls, gets the seed that
-            `octavo.embedded.request_seeds` derives from both, unless its `SamplingParams` have one; without it seeds are drawn.
+            `octavo.embedded.request_seeds` derives from both, unless its `SamplingParams` have one; without it seeds
+            are drawn.
             `log_level` is "warning" here, and `disable_log_stats` True: False shows throughput every 5 seconds.
 
     Raises:

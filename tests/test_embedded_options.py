@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from octavo.embedded.embedded_options import read_options
+from octavo.embedded.options import read_options
 from octavo.shared.options import OptionError
 
 

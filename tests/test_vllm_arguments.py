@@ -11,7 +11,7 @@ import pytest
 
 from octavo import BeamSearchParams, SamplingParams
 from octavo.arguments.vllm_arguments import INSTEAD, OF_LLM, OF_SAMPLING, SAME_NAMES, Elsewhere
-from octavo.embedded.embedded_options import NOT_EMBEDDED, read_options
+from octavo.embedded.options import NOT_EMBEDDED, read_options
 from octavo.shared.options import OptionError
 from scheduler_svc.config import SchedulerConfig
 from tests import vllm_names

@@ -14,7 +14,7 @@ from octavo.arguments.asked import Asked
 from octavo.arguments.prompts import Prompt
 from octavo.calls.forks import refuse_in_fork
 from octavo.calls.generation import Generation, build_request
-from octavo.embedded.embedded_options import EmbeddedOptions, read_options
+from octavo.embedded.options import EmbeddedOptions, read_options
 from octavo.embedded.request_seeds import RequestSeeds
 from octavo.errors import OctavoError
 from octavo.lora_request import LoRARequest

@@ -1,13 +1,12 @@
 """The engine: one thread, the step loop, that owns the waiting queues and every worker's scheduler.
 
-Everything that happens (a request, an abort, an answer, a worker that joins or is lost) is a function in its inbox, and
-nothing else touches scheduler state. Tokens leave through an `OutputSink`. Steps are made in `step_sender`, answers
-taken in `step_answers`. Knows nothing of text or of how messages travel.
+Everything that happens (a request, an abort, an answer, a worker that joins or is lost) is a function in its `Inbox`,
+and nothing else touches scheduler state: most are methods of `Events`. Steps are made in `step_sender`, answers taken
+in `step_answers`. Tokens leave through an `OutputSink`. Knows nothing of text or of how messages travel.
 """
 
 from __future__ import annotations
 
-import queue
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,11 +20,12 @@ from protos import worker_pb2
 from scheduler_svc.core.queues.policy import POLICIES
 from scheduler_svc.core.queues.served_tokens import ServedTokens
 from scheduler_svc.core.scheduler_settings import SchedulerSettings
-from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.engine.adapters import Adapters
 from scheduler_svc.engine.engine_settings import EngineSettings
+from scheduler_svc.engine.events import Events
 from scheduler_svc.engine.failures import Failures
+from scheduler_svc.engine.inbox import Inbox
 from scheduler_svc.engine.joined_workers import JoinedWorkers
 from scheduler_svc.engine.metrics.model_metrics import ModelMetrics
 from scheduler_svc.engine.output_sink import OutputSink
@@ -42,7 +42,6 @@ from scheduler_svc.engine.turnover import Turnover
 from scheduler_svc.errors import NotReady, RequestRefused, Unsupported
 from scheduler_svc.flight.entries import Kind
 from scheduler_svc.flight.recorder import FlightRecorder, NoRecorder, Recording
-from scheduler_svc.flight.where import where_of
 from scheduler_svc.leases.worker_handle import WorkerHandle, WorkerLink
 from scheduler_svc.routing.rebinding import Rebinding
 from scheduler_svc.routing.router import Router
@@ -98,7 +97,7 @@ class Engine:
         rebinding = self._rebinding = Rebinding(self.router, clock)
         self._waiting = self.router.queues
         stranded = StrandedGroups(self._waiting.unbound, self._joined.workers)
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox = Inbox(recorder)
         vital = vital or VitalParts()
         self._thread = vital.thread("step-loop", self._run, lambda: self._has_stopped)
         self.turns = Turns()
@@ -113,7 +112,7 @@ class Engine:
         turns = self._tenants = TenantTurns(
             settings.tenants,
             self._weigh,
-            lambda group: self._inbox.put(partial(self._on_due, group)),
+            lambda group: self._inbox.put(partial(self._events.due, group)),
             unrecorded,
             has_limits=settings.has_tenant_limits,
             weights=settings.tenant_weights,
@@ -129,7 +128,7 @@ class Engine:
         self._sender = StepSender(
             settings.steps_in_flight, router, rebinding, placement, failures, traces, clock, recorder
         )
-        turnover = self._turnover = Turnover(joined, placement, router, stranded, adapters, clock)
+        turnover = Turnover(joined, placement, router, stranded, adapters, clock)
         self._answers = StepAnswers(
             joined, live, placement, failures, turnover, adapters, metrics, sink, self._on_wanted, clock, recorder
         )
@@ -145,6 +144,7 @@ class Engine:
             recorder,
         )
         self._stranded = stranded
+        self._events = Events(joined, self._waiting, live, placement, failures, turnover, adapters, traces, recorder)
 
     # ---- from any thread --------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class Engine:
         self.metrics.of(group.model).admitted(group)
         if group.trace is not None:
             group.trace.queued(self._unrecorded())
-        self._inbox.put(partial(self._on_submitted, group, begins))
+        self._inbox.put(partial(self._events.submitted, group, begins))
 
     def abort(self, request_id: str, tenant: str | None = None) -> bool:
         """Ends live requests of this id, of one tenant or of all, with ABORT; False when there is none."""
@@ -198,12 +198,12 @@ class Engine:
 
     def abort_group(self, group: SequenceGroup) -> None:
         """Ends the group with ABORT, and tells the sink."""
-        self._inbox.put(partial(self._on_aborted, group))
+        self._inbox.put(partial(self._events.aborted, group))
 
     def finish_sequence(self, sequence: Sequence) -> None:
         """The layer above found the end of a sequence's text: it wants no more tokens of it."""
         self._live.end_above(sequence)  # the client may use the id again as soon as it has read the end
-        self._inbox.put(partial(self._on_finished, sequence))
+        self._inbox.put(partial(self._events.finished, sequence))
 
     def recording(self) -> Future[Recording]:
         """What the flight recorder has now. Raises Unsupported where it is off."""
@@ -214,11 +214,7 @@ class Engine:
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Runs a function on the step loop's thread, between steps, for a consistent look at its state."""
-        if self._live.is_closed:
-            raise NotReady("this server is shutting down")
-        future: Future[T] = Future()
-        self._inbox.put(partial(self._on_called, future, function))
-        return future
+        return self._open_inbox().call(function)
 
     def observe_steps(self, observer: StepObserver) -> Callable[[], None]:
         """Has every answered step shown to `observer`, on the step loop's thread; returns what ends that."""
@@ -229,44 +225,27 @@ class Engine:
 
         How many could be found, or UnknownName.
         """
-
-        def flush() -> int:
-            workers = self._joined.at(address)
-            self.recorder.control(Kind.FLUSH, *workers)
-            for worker in workers:
-                self._joined.wake(worker)
-            return sum(worker.flush() for worker in workers)
-
-        return self.call(flush)
+        return self.call(partial(self._events.flush, address))
 
     def withhold_blocks(self, address: str, count: int) -> Future[int]:
         """Withholds so many cache blocks of a worker from use, for its lease or until another call. See `Turnover`.
 
         How many are withheld at once; the others follow as they are given up. Or UnknownName, InvalidRequest.
         """
-
-        def withhold() -> int:
-            (worker,) = self._joined.at(address)
-            self.recorder.control(Kind.WITHHOLD, worker, count)
-            return self._turnover.withhold(worker, count)
-
-        return self.call(withhold)
+        return self.call(partial(self._events.withhold, address, count))
 
     def load_adapter(self, name: str, path: str) -> Future[int]:
         """Loads an adapter on every worker that takes them; its generation, or a RequestRefused. See `Adapters`."""
-        return self._answer_later(partial(self._on_load, name, path))
+        return self._open_inbox().begin(partial(self._events.load, name, path))
 
     def unload_adapter(self, name: str) -> Future[int]:
         """Unloads an adapter once the requests that use it have ended; its generation, or a RequestRefused."""
-        return self._answer_later(partial(self._on_unload, name))
+        return self._open_inbox().begin(partial(self._events.unload, name))
 
-    def _answer_later(self, begin: Callable[[Future[int]], None]) -> Future[int]:
+    def _open_inbox(self) -> Inbox:
         if self._live.is_closed:
             raise NotReady("this server is shutting down")
-        future: Future[int] = Future()
-        future.set_running_or_notify_cancel()  # a caller who goes away stops nothing
-        self._inbox.put(partial(_begin, future, begin))
-        return future
+        return self._inbox
 
     # ---- looks, from any thread -------------------------------------------------------------------------------------
 
@@ -375,7 +354,7 @@ class Engine:
         is_lock_step = self.settings.steps_in_flight == 1
         worker = WorkerHandle(link, info, sizes, lease, settings, is_caching, model, is_lock_step=is_lock_step)
         self.admitted_before.learn(lease.request_ids)
-        self._inbox.put(partial(self._on_joined, worker, lease))
+        self._inbox.put(partial(self._events.joined, worker, lease))
 
     def worker_said(self, link: WorkerLink, data: bytes) -> None:
         """A `StepResponse`, still in bytes, so that the thread which reads the socket does nothing else."""
@@ -383,7 +362,7 @@ class Engine:
 
     def worker_lost(self, link: WorkerLink, reason: str) -> None:
         """Its groups go to other workers, or wait; a link that is not here any more is ignored."""
-        self._inbox.put(partial(self._on_lost, link, reason))
+        self._inbox.put(partial(self._events.lost, link, reason))
 
     # ---- on the step loop's thread ----------------------------------------------------------------------------------
 
@@ -394,8 +373,7 @@ class Engine:
 
         Returns how many they are. To be called on the step loop's thread, through `call`.
         """
-        self.recorder.control(Kind.DRAIN, worker, may_finish)
-        return self._turnover.drain(worker, may_finish=may_finish)
+        return self._events.drain(worker, may_finish=may_finish)
 
     def state(self) -> dict[str, Any]:
         """Whatever decisions are made from, by name: for an image of it, and for whoever goes on from one.
@@ -446,26 +424,13 @@ class Engine:
 
     def take_waiting(self, wait_s: float = 0.0) -> None:
         """Of `take_events` the events."""
-        try:
-            event = self._inbox.get(timeout=wait_s)
-            while True:
-                self._take(event)
-                event = self._inbox.get_nowait()
-        except queue.Empty:
-            return
+        self._inbox.take(wait_s)
 
     def watch(self) -> None:
         """Of `take_events` the look at what is late."""
         self._tenants.watch()
         self.recorder.turn()
         self._time_limits.watch()
-
-    def _take(self, event: Callable[[], None]) -> None:
-        try:
-            event()
-        except Exception as fault:
-            log.exception("an event of the step loop failed")
-            self.recorder.fault("an event failed", where_of(fault))
 
     def send_steps(self) -> None:
         """Fills every worker that something has happened to, and no other."""
@@ -497,57 +462,9 @@ class Engine:
 
     # ---- events -----------------------------------------------------------------------------------------------------
 
-    def _on_submitted(self, group: SequenceGroup, begins: bool) -> None:
-        self.recorder.submitted(group, begins=begins)
-        self._traces.add(group)
-        if group.is_finished:  # aborted before it came here, or resumed with nothing left to do
-            self._placement.forget(group, FinishReason.STOP)
-        elif begins:
-            self._placement.place(group)
-        else:
-            self._waiting.number(group)  # it has its place among those that come later, once its turn has come
-        if begins:
-            self._live.arrived(group)
-
-    def _on_due(self, group: SequenceGroup) -> None:
-        """It was held for its tenant's limit, and its turn has come."""
-        self.recorder.due(group)
-        if not group.is_finished:
-            self._placement.place(group)
-
-    def _on_aborted(self, group: SequenceGroup) -> None:
-        self.recorder.ended_above(group)
-        self._placement.end(group, FinishReason.ABORT, "")
-
-    def _on_finished(self, sequence: Sequence) -> None:
-        self.recorder.finished_above(sequence)
-        self._placement.finish_sequence(sequence)
-
-    def _on_joined(self, worker: WorkerHandle, lease: worker_pb2.LeaseGranted) -> None:
-        self.recorder.joined(worker, lease)
-        self._turnover.join(worker)
-
-    def _on_lost(self, link: WorkerLink, reason: str) -> None:
-        worker = self._joined.of(link)
-        if worker is not None:
-            self.recorder.lost(worker, reason)
-            self._failures.lose(link, reason)
-
-    def _on_load(self, name: str, path: str, caller: Future[int]) -> None:
-        self.recorder.control(Kind.LOAD, name, path)
-        self._adapters.load(name, path, caller)
-
-    def _on_unload(self, name: str, caller: Future[int]) -> None:
-        self.recorder.control(Kind.UNLOAD, name)
-        self._adapters.unload(name, caller)
-
     def _weigh(self, weights: Mapping[str, float]) -> None:
         self.recorder.control(Kind.WEIGH, dict(weights))
         self.weigh(weights)
-
-    def _on_called(self, future: Future[T], function: Callable[[], T]) -> None:
-        self.recorder.called()
-        _fulfil(future, function)
 
     def _on_wanted(self, worker: WorkerHandle) -> None:
         self.on_wanted(worker)
@@ -557,25 +474,5 @@ class Engine:
         self._joined.wake(worker)
 
     def _on_stop(self) -> None:
-        self.recorder.control(Kind.STOP)
-        for group in self._live.all():
-            self._placement.end(group, FinishReason.ABORT, "the server is shutting down")
-        self._joined.close()
-        self._adapters.close()
+        self._events.stop()
         self._has_stopped = True
-
-
-def _begin(future: Future[int], begin: Callable[[Future[int]], None]) -> None:
-    try:
-        begin(future)
-    except Exception as error:
-        future.set_exception(error)
-
-
-def _fulfil(future: Future[T], function: Callable[[], T]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return  # the caller is gone
-    try:
-        future.set_result(function())
-    except Exception as error:
-        future.set_exception(error)

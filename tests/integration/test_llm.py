@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 
 from octavo import LLM, LLMEngine, SamplingParams
-from octavo.embedded.embedded import Closed, worker_process
+from octavo.embedded import worker_process
+from octavo.embedded.embedded import Closed
 from octavo.outputs import CompletionOutput
 from octavo.shared.options import OptionError
 from scheduler_svc.engine import statistics

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from octavo import LLM, EngineArgs, LLMEngine, Logprob, LoRARequest, SamplingParams
-from octavo.embedded.embedded import worker_process
+from octavo.embedded import worker_process
 from octavo.shared.options import OptionError
 from tests.fakes import FakeWorker
 from tests.scheduler.hashed_tokens import hashed_after

@@ -25,7 +25,7 @@ from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.core.sequences.sequence import Sequence as SchedulerSequence
 from scheduler_svc.core.sequences.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.core.step_plan import NewTokens
-from scheduler_svc.engine import engine, failures, placement, time_limits
+from scheduler_svc.engine import engine, failures, inbox, placement, time_limits
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.engine_settings import EngineSettings
 from scheduler_svc.errors import RequestRefused
@@ -59,7 +59,7 @@ class Faults:
 def heard_by(faults: Faults) -> Iterator[None]:
     """What the engine would have logged comes to `faults`."""
     with contextlib.ExitStack() as patches:
-        for module in (engine, failures, placement, time_limits):
+        for module in (engine, failures, inbox, placement, time_limits):
             patches.enter_context(mock.patch.object(module, "log", faults))
         yield
 

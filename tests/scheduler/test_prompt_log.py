@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
-from octavo.embedded.embedded_options import read_options
+from octavo.embedded.options import read_options
 from octavo.shared import log
 from octavo.shared.options import OptionError
 from octavo.shared.rpc import bind

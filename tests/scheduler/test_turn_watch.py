@@ -24,13 +24,13 @@ SCHEDULER = """
 import sys, threading
 from scheduler_svc import server
 from scheduler_svc.engine import turn_watch
-from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.events import Events
 turn_watch.TICK_S, turn_watch.MAX_TICKS, server.BROKEN_END_S = 0.1, 10, 2.0
 
 def hang_over_it(*_):
     threading.Event().wait()
 
-Engine._on_submitted = hang_over_it
+Events.submitted = hang_over_it
 from octavo.cli import main
 sys.exit(main(sys.argv[1:]))
 """

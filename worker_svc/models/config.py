@@ -14,7 +14,7 @@ import torch
 
 from worker_svc.models.cache_scales.cache_scales import CacheScales
 from worker_svc.models.errors import ModelError
-from worker_svc.models.families import FAMILIES
+from worker_svc.models.families.families import FAMILIES
 from worker_svc.models.quantized.checkpoint_format import CheckpointFormat
 from worker_svc.models.quantized.detect import detect_format
 from worker_svc.models.raw_config import RawConfig

@@ -1,4 +1,4 @@
-"""A decoder of any family in `families.py`; `DecoderStyle` says how they differ.
+"""A decoder of any family in `families`; `DecoderStyle` says how they differ.
 
 Rows of a step belong to any number of sequences, in any mix of prefill, chunk and decode: only attention and the cache
 tell them apart, by `AttentionMetadata`.

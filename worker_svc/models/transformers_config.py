@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from worker_svc.models.errors import ModelError
-from worker_svc.models.families import Sizes
+from worker_svc.models.families.sizes import Sizes
 from worker_svc.models.raw_config import RawConfig
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
