@@ -21,7 +21,7 @@ WITHIN_S = 60.0
 SCRIPT = """
 import contextlib, os, sys, threading
 from octavo import LLM, SamplingParams
-from octavo.embedded.embedded import worker_process
+from octavo.embedded import worker_process
 
 ends_with_parent = worker_process.ends_with_parent
 
@@ -81,7 +81,7 @@ else:
 NEVER_READY = """
 import sys
 from octavo import LLM
-from octavo.embedded.embedded import worker_process
+from octavo.embedded import worker_process
 
 ends_with_parent = worker_process.ends_with_parent
 
