@@ -40,11 +40,12 @@ def test_on_the_cpu_nothing_is_copied() -> None:
 def test_no_input_of_a_step_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Adapters and prompt logprobs, too: a copy from memory that is not pinned waits for the step before it."""
     device, copies = torch.device("meta"), list[bool]()
-    copy = torch.Tensor.to
+    copy: Any = torch.Tensor.to
 
     def watched(tensor: torch.Tensor, *args: Any, non_blocking: bool = False) -> torch.Tensor:
         copies.append(non_blocking)
-        return copy(tensor, *args, non_blocking=non_blocking)
+        moved: torch.Tensor = copy(tensor, *args, non_blocking=non_blocking)
+        return moved
 
     monkeypatch.setattr(uploads, "pack", lambda arrays, *, pin_memory: pack(arrays, pin_memory=False))
     monkeypatch.setattr(torch.Tensor, "to", watched)
