@@ -82,9 +82,8 @@ def _measure(arguments: argparse.Namespace, deadline: float) -> int:
     """`deadline`: by when the first section should have begun."""
     facts = machine.describe() | {"gpu": "none: a dry run" if arguments.dry_run else _gpu()}
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    written = (
-        arguments.results / f"{date[:10]}-gpu-{'dry-run' if arguments.dry_run else _slug(facts['gpu']['name'])}.json"
-    )
+    name = "dry-run" if arguments.dry_run else _slug(facts["gpu"]["name"])
+    written = arguments.results / f"{date[:10]}-gpu-{name}.json"
     endings: dict[str, Any] = {section: {"ended": "not begun"} for section in arguments.sections}
     figures: list[figure.Figure] = []
     with tempfile.TemporaryDirectory() as folder:

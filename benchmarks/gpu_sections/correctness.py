@@ -18,7 +18,7 @@ SECTION = "correctness"
 _ROOT = Path(__file__).parents[2]
 _PROCESSES = 8  # each compiles kernels, which takes longer than running them
 _NAMED_FAILURES = 20
-_LIMIT_S = 90.0  # less than the section has
+_LIMIT_S = 90.0  # less than the section has, so that what was found by then is reported
 # Of a worker's tests those that use the GPU.
 OF_A_WORKER = (
     "tests/worker/test_gpu_path.py",
@@ -64,7 +64,7 @@ def run_tests(report: Report, tests: Sequence[str], num_processes: int = 1, limi
         last, found = log.read().strip()[-500:], outcomes.read(path)
     if not sum(found.counts.values()):
         raise RuntimeError(f"no test was over when pytest ended with {code}: {last}")
-    failures = found.failures if code in (0, 1, None) else [*found.failures, f"pytest ended with {code}: {last}"]
+    failures = found.failures if code in (0, 1, None) else [f"pytest ended with {code}: {last}", *found.failures]
     is_complete = code in (0, 1)
     detail = {**found.counts, "is_complete": is_complete, "failures": failures[:_NAMED_FAILURES]}
     detail["unfinished"] = found.unfinished[:_NAMED_FAILURES]
