@@ -3,7 +3,7 @@
 The kernels' tests come first; then every operation over its shapes, a decode step of a Llama 3 8B, mixed steps of a
 Qwen3 0.6B, the whole service beside the first, and the second over the service beside `transformers`. Each section is a
 process of its own with a time limit: whatever happens in one, figures that were found before stay, and the next one
-finds the card's memory free.
+finds the card's memory free. Results are written after each section: they outlast an end in the middle.
 `--check` lists what must be installed; `--dry-run` runs every section on a CPU, at sizes whose figures mean nothing.
 """
 
@@ -31,19 +31,21 @@ from octavo.bench import machine
 RESULTS = Path(__file__).parent / "results"
 # Module of `benchmarks.gpu_sections`, and the seconds it may take, besides those that the ones before it have left.
 SECTIONS = {
-    "correctness": 110.0,
-    "kernels": 160.0,
-    "decode_step": 75.0,
-    "mixed_steps": 40.0,
-    "graph_coverage": 50.0,
-    "service": 70.0,
-    "continuous_batching": 90.0,
+    "correctness": 105.0,
+    "kernels": 140.0,
+    "decode_step": 70.0,
+    "mixed_steps": 35.0,
+    "graph_coverage": 45.0,
+    "service": 55.0,
+    "continuous_batching": 70.0,
 }
+START_S = 20.0  # to import torch, and to find out what the card is; with the sections a minute less than ten
 _LAST_LINES = 8  # of what a section that failed printed
 
 
 def main() -> int:
     """Prints figures as they come and keeps them in DIR; exit code 1 where a section failed or something is missing."""
+    started = time.monotonic()
     parser = argparse.ArgumentParser(description="Measures everything that needs a GPU.")
     parser.add_argument("--check", action="store_true", help="list what is missing on this machine, and end")
     parser.add_argument("--dry-run", action="store_true", help="every section on the CPU, at sizes that mean nothing")
@@ -67,35 +69,48 @@ def main() -> int:
     if not (arguments.dry_run or _has_gpu()):
         print("there is no GPU here; --dry-run shows that every section runs", file=sys.stderr)
         return 1
-    return _measure(arguments)
+    if not arguments.no_results:
+        try:
+            arguments.results.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            print(f"--results: cannot make {arguments.results}: {error.strerror}", file=sys.stderr)
+            return 1
+    return _measure(arguments, started + START_S)
 
 
-def _measure(arguments: argparse.Namespace) -> int:
+def _measure(arguments: argparse.Namespace, deadline: float) -> int:
+    """`deadline`: by when the first section should have begun."""
     facts = machine.describe() | {"gpu": "none: a dry run" if arguments.dry_run else _gpu()}
-    deadline = time.monotonic()
-    endings: dict[str, Any] = {}
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    name = "dry-run" if arguments.dry_run else _slug(facts["gpu"]["name"])
+    written = arguments.results / f"{date[:10]}-gpu-{name}.json"
+    endings: dict[str, Any] = {section: {"ended": "not begun"} for section in arguments.sections}
+    figures: list[figure.Figure] = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "figures.jsonl"
         for section in arguments.sections:
             deadline += SECTIONS[section]
             limit_s = deadline - time.monotonic()
             print(f"{section} ...", end=" ", file=sys.stderr, flush=True)
-            endings[section] = _in_a_process(section, path, limit_s, arguments.dry_run)
-            print(f"{endings[section]['ended']}, {endings[section]['seconds']:.0f} s", file=sys.stderr)
-        figures = figure.read(path)
-    print(figure.table(figures))
-    for section, ending in endings.items():
-        if ending["ended"] != "well":
-            print(f"\n{section}: {ending['ended']}\n{ending['last_lines']}")
+            ending = endings[section] = _in_a_process(section, path, limit_s, arguments.dry_run)
+            print(f"{ending['ended']}, {ending['seconds']:.0f} s", file=sys.stderr)
+            num_before, figures = len(figures), figure.read(path)
+            print(f"{figure.table(figures[num_before:])}\n", flush=True)
+            if ending["ended"] != "well":
+                print(f"{section}: {ending['ended']}\n{ending['last_lines']}\n", flush=True)
+            if not arguments.no_results:
+                result = {"date": date, "machine": facts, "is_dry_run": arguments.dry_run, "sections": endings}
+                _write(written, result | {"figures": [asdict(one) for one in figures]})
     if not arguments.no_results:
-        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        result = {"date": date, "machine": facts, "is_dry_run": arguments.dry_run, "sections": endings}
-        result["figures"] = [asdict(one) for one in figures]
-        name = "dry-run" if arguments.dry_run else _slug(facts["gpu"]["name"])
-        written = arguments.results / f"{date[:10]}-gpu-{name}.json"
-        written.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"\nwritten: {written}")
+        print(f"written: {written}")
     return 0 if all(ending["ended"] == "well" for ending in endings.values()) else 1
+
+
+def _write(path: Path, result: dict[str, Any]) -> None:
+    """All of it, or what was there before: whoever ends this process may do it at any moment."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(result, indent=1) + "\n")
+    partial.replace(path)
 
 
 # ---- A section in its process ---------------------------------------------------------------------------------------

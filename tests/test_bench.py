@@ -124,6 +124,11 @@ def test_hardware_makes_a_file_name() -> None:
     assert machine.describe()["cores"] >= 1
 
 
+def test_without_git_the_commit_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert machine.describe()["commit"] == "unknown"
+
+
 def test_bench_serve_in_a_closed_loop(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_text('{"prompt_token_ids": [1, 2], "max_tokens": 3}\n' * 7)

@@ -6,6 +6,7 @@ import importlib
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +17,13 @@ import pytest
 import torch
 
 from benchmarks import gpu, served, shapes
-from benchmarks.gpu_sections import correctness, figure, host_link, requirements, step_floor, streams
+from benchmarks.gpu_sections import correctness, figure, host_link, kernels, requirements, step_floor, streams
 from benchmarks.gpu_sections.continuous_batching import workload
 from benchmarks.gpu_sections.figure import Figure
 from benchmarks.gpu_sections.launch_gaps import gap_share, idle_share
 from benchmarks.gpu_sections.step_floor import StepOp, floor_us, operations
+from kernels.bench.case import Calls, Case
+from kernels.bench.clock import HostClock
 from tests.forkserver import ForkedCommand
 from tests.kernels.device import IS_INTERPRETED
 
@@ -59,7 +62,7 @@ def test_every_section_runs_on_a_cpu(
         assert [value > 0 for (_, found), value in values.items() if found == name] == [True]
     assert values["continuous batching", "Octavo over Generate"] > 0
     assert values["mixed steps", "Qwen3 0.6B, 3 sequences decode beside a chunk of 4"] > 0
-    assert values["correctness", "kernel tests passed"] > 0
+    assert values["correctness", "tests passed"] > 0
     assert f"| kernels | {next(name for section, name in values if section == 'kernels')} |" in said.out
 
 
@@ -83,24 +86,62 @@ def test_a_section_that_fails_or_hangs_costs_only_itself(tmp_path: Path) -> None
     assert figure.read(figures)[0] == found
 
 
-def test_time_that_a_section_leaves_is_the_next_one_s(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    limits = []
+class _Sections:
+    """In place of their processes, on a clock of its own: each takes no time, or ends everything as a signal would."""
 
-    def in_a_process(section: str, figures: Path, limit_s: float, is_dry_run: bool) -> dict[str, Any]:
-        limits.append(round(limit_s))
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, results: Path, ends_in: str = "") -> None:
+        self.limits: list[float] = []
+        self._now_s, self._ends_in = 1000.0, ends_in
+        monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: self._now_s))
+        monkeypatch.setattr(gpu, "_in_a_process", self._run)
+        monkeypatch.setattr(gpu, "_has_gpu", lambda: True)
+        monkeypatch.setattr(gpu, "_gpu", self._ask_the_card)
+        monkeypatch.setattr(sys, "argv", ["gpu", "--results", str(results)])
+
+    def _ask_the_card(self) -> dict[str, Any]:
+        self._now_s += 12.0  # as to import torch may take
+        return {"name": "NVIDIA H100 80GB HBM3"}
+
+    def _run(self, section: str, figures: Path, limit_s: float, is_dry_run: bool) -> dict[str, Any]:
+        self.limits.append(limit_s)
+        figure.write(figures, Figure(section, "a figure", 3.5))
+        if section == self._ends_in:
+            raise KeyboardInterrupt
         return {"ended": "well", "seconds": 0.0, "last_lines": ""}
 
-    monkeypatch.setattr(gpu, "_in_a_process", in_a_process)
-    monkeypatch.setattr(gpu, "_has_gpu", lambda: True)
-    monkeypatch.setattr(gpu, "_gpu", lambda: {"name": "NVIDIA H100 80GB HBM3"})
-    monkeypatch.setattr(sys, "argv", ["gpu", "--results", str(tmp_path)])
+
+def test_time_that_a_section_leaves_is_the_next_one_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And everything is over in less than ten minutes after its first line."""
+    sections = _Sections(monkeypatch, tmp_path)
     assert gpu.main() == 0
-    assert limits == [round(each) for each in itertools.accumulate(gpu.SECTIONS.values())] and limits[-1] < 600
+    assert sections.limits == [gpu.START_S - 12 + each for each in itertools.accumulate(gpu.SECTIONS.values())]
+    assert gpu.START_S + sum(gpu.SECTIONS.values()) <= 540
     (path,) = tmp_path.iterdir()
     assert path.name.endswith("-gpu-nvidia-h100-80gb-hbm3.json")
     assert json.loads(path.read_text())["machine"]["gpu"] == {"name": "NVIDIA H100 80GB HBM3"}
+
+
+def test_what_was_found_outlasts_an_end_in_the_middle(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _Sections(monkeypatch, tmp_path / "not" / "here", ends_in="decode_step")
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main()
+    (path,) = (tmp_path / "not" / "here").iterdir()
+    result = json.loads(path.read_text())
+    assert [one["section"] for one in result["figures"]] == ["correctness", "kernels"]
+    assert [ending["ended"] for ending in result["sections"].values()] == ["well"] * 2 + ["not begun"] * 5
+    printed = capsys.readouterr().out
+    assert printed.count("| part | what |") == 2 and printed.count("| kernels | a figure | 3.5 |") == 1
+
+
+def test_results_that_nobody_can_write_are_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    sections = _Sections(monkeypatch, tmp_path / "file" / "results")
+    assert gpu.main() == 1 and sections.limits == []
+    assert capsys.readouterr().err == f"--results: cannot make {tmp_path}/file/results: Not a directory\n"
 
 
 def test_facts_of_the_card(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,15 +214,90 @@ def test_figures_travel_in_lines(tmp_path: Path) -> None:
     ]
 
 
-def test_results_of_tests_are_counted(tmp_path: Path) -> None:
-    path = tmp_path / "results.xml"
-    path.write_text(
-        """<testsuites><testsuite><testcase classname="a" name="good"/><testcase classname="a" name="bad"><failure/>
-        </testcase><testcase classname="b" name="broken"><error/></testcase><testcase classname="b" name="not here">
-        <skipped/></testcase></testsuite></testsuites>"""
+_TESTS = """
+import os, pytest
+
+def test_good(): pass
+
+def test_bad(): assert 1 == 2, "not that"
+
+@pytest.fixture
+def broken(): raise ValueError("no such thing")
+
+def test_broken(broken): pass
+
+@pytest.mark.skip(reason="no")
+def test_not_here(): pass
+
+def test_last(): {last}
+"""
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_results_of_tests_are_there_however_pytest_ends(tmp_path: Path, is_killed: bool) -> None:
+    (tmp_path / "test_some.py").write_text(_TESTS.format(last="os.kill(os.getpid(), 9)" if is_killed else "pass"))
+    (tmp_path / "test_other.py").write_text("import no_such_module")
+    figures: list[Figure] = []
+    correctness.run_tests(figures.append, [str(tmp_path)])
+    passed, skipped = figures
+    assert (passed.value, skipped.value, passed.is_goal_met) == (1 if is_killed else 2, 1, False)
+    detail = passed.detail
+    assert (detail["passed"], detail["failed"], detail["is_complete"]) == (passed.value, 3, not is_killed)
+    failures = "\n".join(detail["failures"])
+    assert "test_other.py: " in failures and "No module named 'no_such_module'" in failures
+    assert "::test_bad: AssertionError: not that" in failures and "::test_broken: ValueError: no such thing" in failures
+    assert ("pytest ended with -9" in failures) == is_killed
+    assert [name.rpartition("::")[2] for name in detail["unfinished"]] == ["test_last"] * is_killed
+
+
+def test_the_goal_is_met_by_all_tests_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which one that fails does not end all, as tests/conftest.py would have it a minute later."""
+    (tmp_path / "test_some.py").write_text(
+        "def test_good(pytestconfig):\n    assert pytestconfig.getini('faulthandler_timeout')"
     )
-    counts, failures = correctness.read_results(path)
-    assert counts == {"passed": 1, "failed": 2, "skipped": 1} and failures == ["a::bad", "b::broken"]
+    figures: list[Figure] = []
+    correctness.run_tests(figures.append, [str(tmp_path)])
+    assert (figures[0].value, figures[0].is_goal_met) == (1, True)
+    code_of = correctness._code_of
+
+    def too_late(*arguments: Any) -> None:
+        code_of(*arguments)
+
+    monkeypatch.setattr(correctness, "_code_of", too_late)
+    correctness.run_tests(figures.append, [str(tmp_path)])
+    assert (figures[2].value, figures[2].is_goal_met, figures[2].detail["is_complete"]) == (1, False, False)
+    with (tmp_path / "log").open("w") as log:
+        assert code_of([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ), log, 0.1) is None
+
+
+def test_without_a_test_that_is_over_the_section_fails(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)no test was over when pytest ended with 4: .*nothing_here"):
+        correctness.run_tests(lambda one: None, [str(tmp_path / "nothing_here.py")])
+
+
+def test_tests_of_a_cpu_are_left_to_machines_without_a_gpu() -> None:
+    """Those that import its kernels, and none of the GPU's."""
+    folder = Path(__file__).parent / "kernels"
+    of_a_cpu = set()
+    for path in folder.glob("test_*.py"):
+        imports = "\n".join(line for line in path.read_text().splitlines() if line.startswith(("from ", "import ")))
+        if re.search(r"kernels\.cpu|kernels import .*cpu", imports) and not re.search(
+            r"kernels\.(gpu|device)", imports
+        ):
+            of_a_cpu.add(path.stem.removeprefix("test_"))
+    assert of_a_cpu == {*correctness.ON_A_CPU, *(name for name in of_a_cpu if name.startswith("cpu_"))}
+    assert all((Path(__file__).parents[1] / name.partition("::")[0]).exists() for name in correctness.OF_A_WORKER)
+
+
+def test_kernels_that_fail_are_figures_at_once() -> None:
+    """Also the last ones, after which none succeeds."""
+
+    def failing() -> Calls:
+        raise ValueError("no such shape: 3")
+
+    figures: list[Figure] = []
+    kernels.measure_all([Case("op", "3 x 4", 1, failing)], HostClock(), figures.append)
+    assert figures == [Figure("kernels", "op, 3 x 4", None, detail={"error": "ValueError: no such shape: 3"})]
 
 
 def test_gaps_are_what_no_kernel_covers() -> None:

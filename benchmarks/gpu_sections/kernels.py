@@ -29,14 +29,15 @@ def run(report: Report, earlier: Sequence[Figure], is_dry_run: bool) -> None:
 
 
 def measure_all(cases: Iterable[Case], clock: Clock, report: Report) -> None:
-    """One figure a case; one that fails is a figure without a value."""
-    failures: list[str] = []
-    for row in measure(cases, clock, failures.append):
+    """One figure a case, when it is known; one that fails is a figure without a value. Raises the error after which
+    the device computes nothing more."""
+
+    def report_failure(text: str) -> None:
+        name, _, why = text.partition(": ")
+        report(Figure(SECTION, name, None, detail={"error": why}))
+
+    for row in measure(cases, clock, report_failure):
         report(_figure(row))
-        for failure in failures:
-            name, _, why = failure.partition(": ")
-            report(Figure(SECTION, name, None, detail={"error": why}))
-        failures.clear()
 
 
 def _figure(row: Row) -> Figure:

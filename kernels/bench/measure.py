@@ -60,7 +60,10 @@ class Row:
 
 
 def measure(cases: Iterable[Case], clock: Clock, report: Callable[[str], None] = lambda text: None) -> Iterator[Row]:
-    """Times cases in order; `report` gets a line of each that could not be timed, which is left out."""
+    """Times cases in order; `report` gets a line of each that could not be timed, which is left out.
+
+    Raises the error after which the device computes nothing more, when it is reported: every later case would fail.
+    """
     ceilings = Ceilings(clock)
     rows: list[Row] = []
     for case in cases:
@@ -68,9 +71,23 @@ def measure(cases: Iterable[Case], clock: Clock, report: Callable[[str], None] =
             row = _measure(case, clock, ceilings, rows)
         except Exception as error:  # one that fails must not cost the others
             report(f"{case.op}, {case.shape}: {type(error).__name__}: {error}")
+            if is_lost(clock.device):
+                raise
             continue
         rows.append(row)
         yield row
+
+
+def is_lost(device: torch.device) -> bool:
+    """Whether it computes nothing more for this process, as after an access to memory that is not there. An error of
+    one call, such as a launch that is too large, is not met again here."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
 
 
 def _measure(case: Case, clock: Clock, ceilings: Ceilings, earlier: Sequence[Row]) -> Row:
@@ -97,6 +114,8 @@ def _peer(name: str, sets: Sequence[Calls], clock: Clock) -> Peer:
             return Peer(name, difference=difference, error=f"another result, by {difference:.2g}")
         return Peer(name, clock.time_us([calls.peers[name] for calls in sets]), difference)
     except Exception as error:  # a library that does not take this shape, or cannot be captured
+        if is_lost(clock.device):
+            raise
         lines = [line for line in str(error).splitlines() if line.strip()]
         return Peer(name, error=f"{type(error).__name__}: {lines[0] if lines else 'no message'}")
 
@@ -125,8 +144,16 @@ _HEADERS = ("operation", "shape", "us", "rate", "of the card", "best of PyTorch"
 
 def table(rows: Iterable[Row]) -> str:
     """A Markdown table, a row a case."""
-    cells = [_HEADERS, tuple("---" for _ in _HEADERS), *map(_cells, rows)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in cells)
+    return "\n".join([_line(_HEADERS), _line(["---"] * len(_HEADERS)), *map(line, rows)])
+
+
+def line(row: Row) -> str:
+    """Its line of the table."""
+    return _line(_cells(row))
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
 def _cells(row: Row) -> tuple[str, ...]:

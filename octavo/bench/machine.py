@@ -68,7 +68,9 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str:
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
-    )
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:  # git is not installed
+        return "unknown"
     return done.stdout.strip() or "unknown"

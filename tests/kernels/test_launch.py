@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ import torch
 import triton.language as tl
 from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -22,6 +24,7 @@ from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.quantized import grouped_product
 from kernels.gpu.quantized.packed_codes import PackedCodes, pack_codes, stacked
 from kernels.gpu.rms_norm import rms_norm
+from tests.kernels.device import DEVICE
 from tests.kernels.quantized_weights import q4_1
 
 
@@ -126,10 +129,26 @@ OPERATIONS: dict[str, tuple[Any, Callable[[], Any]]] = {
 }
 
 
+@contextmanager
+def nothing_launched() -> Iterator[None]:
+    """A kernel that is launched fails, as it does on a GPU with tensors of the CPU."""
+
+    def refuse(kernel: Any, grid: Any) -> Any:
+        raise AssertionError(f"{kernel.__name__} is launched on tensors of the CPU")
+
+    with (
+        mock.patch.object(JITFunction, "__getitem__", refuse),
+        mock.patch.object(InterpretedFunction, "__getitem__", refuse),
+    ):
+        yield
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_binds_its_launches_once_a_layout(name: str) -> None:
     module, call = OPERATIONS[name]
-    with mock.patch.object(module, "Launch") as made, mock.patch.object(plans, "plan_kernel"):
+    # What it launches besides is for no tensors on a CPU, where there is a GPU.
+    besides = mock.patch.object(plans, "plan_kernel"), mock.patch.object(grouped_product, "group_sums")
+    with mock.patch.object(module, "Launch") as made, besides[0], besides[1], nothing_launched():
         call()
         num_bound, num_launched = made.call_count, made.return_value.call_count
         call()
@@ -172,8 +191,9 @@ def test_what_is_bound_is_bound_once_a_layout_and_checked_then() -> None:
 
 
 def test_what_does_not_fit_is_refused_after_what_does() -> None:
-    x, weight = torch.ones(3, 8), torch.ones(8)
-    rms_norm(torch.empty(3, 8), x, weight, eps=1e-5)
-    for out, other in ((torch.empty(3, 8), torch.ones(7)), (torch.empty(3, 8, dtype=torch.float16), weight)):
+    x, weight = torch.ones(3, 8, device=DEVICE), torch.ones(8, device=DEVICE)
+    rms_norm(torch.empty_like(x), x, weight, eps=1e-5)
+    others = (torch.empty_like(x), weight[:7]), (torch.empty_like(x, dtype=torch.float16), weight)
+    for out, other in others:
         with pytest.raises(ValueError, match="rms_norm"):
             rms_norm(out, x, other, eps=1e-5)

@@ -137,6 +137,50 @@ def test_what_fails_is_told_and_the_rest_is_measured() -> None:
     assert [row.shape for row in rows] == ["b"] and told == ["op, a: ValueError: no such shape"]
 
 
+class FailingDevice:
+    """Stands for a GPU on which one call fails, after which it may compute nothing more."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_lost: bool) -> None:
+        self._is_lost, self._has_failed = is_lost, False
+        monkeypatch.setattr(torch.cuda, "synchronize", self._synchronize)
+
+    def fail(self) -> None:
+        self._has_failed = True
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    def build(self) -> Calls:
+        self.fail()
+        raise AssertionError
+
+    def _synchronize(self, device: torch.device) -> None:
+        assert device.type == "cuda"
+        if self._is_lost and self._has_failed:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+class ScriptedGpuClock(ScriptedClock):
+    device = torch.device("cuda")
+
+
+@pytest.mark.parametrize("is_peer", [False, True])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_after_a_device_is_lost_nothing_more_is_tried(
+    monkeypatch: pytest.MonkeyPatch, is_peer: bool, is_lost: bool
+) -> None:
+    """An error that is of one call alone costs no other. What failed is told before."""
+    device, told = FailingDevice(monkeypatch, is_lost=is_lost), list[str]()
+    failing = case("b", Calls(Taking(1.0), {"rival": device.fail})) if is_peer else Case("op", "b", 1, device.build)
+    cases = [case("a", Calls(Taking(2.0))), failing, case("c", Calls(Taking(2.0)))]
+    monkeypatch.setattr("kernels.bench.measure.Ceilings", lambda clock: Ceilings(ScriptedClock()))
+    rows, measured = [], measure(cases, ScriptedGpuClock(), told.append)
+    with pytest.raises(RuntimeError, match="illegal memory") if is_lost else contextlib.nullcontext():
+        for row in measured:
+            rows.append(row.shape)
+    assert rows == (["a"] if is_lost else ["a", "b", "c"] if is_peer else ["a", "c"])
+    line = "op, b: RuntimeError: Triton Error [CUDA]: an illegal memory access was encountered"
+    assert told == ([line] if is_lost or not is_peer else [])
+
+
 def test_the_table_has_a_line_a_row() -> None:
     rows = rows_of(
         case("a", Calls(Taking(4.0), {"slow": Taking(9.0), "quick": Taking(6.0)}), Goal(0.2)),
@@ -169,9 +213,29 @@ def test_the_command_prints_what_was_measured(
     (row,) = printed["rows"]
     assert (row["op"], row["shape"], row["best_peer"]) == ("gelu", "3 x 48", "gelu")
     assert main(["bench", "kernels", "--op", "gelu"]) == 0
-    assert capsys.readouterr().out.startswith("| operation |")
+    said = capsys.readouterr()
+    assert said.out.startswith("| operation |") and said.out.splitlines()[-1] in said.err.splitlines()
     assert main(["bench", "kernels", "--op", "division"]) == 2
     assert "no operation is called 'division'; there are paged_attention" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="there is a GPU")
+def test_the_command_keeps_what_was_measured_before_the_device_was_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost = FailingDevice(monkeypatch, is_lost=True)
+    cases = [case("a", Calls(Taking(2.0))), Case("op", "b", 1, lost.build), case("c", Calls(Taking(2.0)))]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("kernels.bench.clock.GraphClock", lambda device: ScriptedGpuClock())
+    monkeypatch.setattr("kernels.bench.all_cases.cases", lambda setting, name: cases)
+    monkeypatch.setattr("kernels.bench.measure.Ceilings", lambda clock: Ceilings(ScriptedClock()))
+    assert main(["bench", "kernels"]) == 1
+    said = capsys.readouterr()
+    assert [line.split(" | ")[1] for line in said.out.splitlines()[2:]] == ["a"]
+    assert said.err.splitlines()[1:] == [
+        "op, b: RuntimeError: Triton Error [CUDA]: an illegal memory access was encountered",
+        "the GPU computes nothing more for this process: other operations were not timed",
+    ]
 
 
 class FakeDevice:

@@ -180,6 +180,44 @@ def test_products_on_a_gpu_add_what_those_on_a_cpu_do(folder: Path, tmp_path: Pa
     torch.testing.assert_close(*found, rtol=1e-5, atol=2e-5 * float(found[0].abs().max()))
 
 
+def test_what_the_first_step_with_an_adapter_launches_is_compiled_before(folder: Path) -> None:
+    """Triton compiles for types, sizes and alignments, of which those of parts of a fused product are their own."""
+    part = ModelPart.of(ModelConfig.from_folder(folder), OnlyRank())
+    for site in [site for site in sites_of(part) if site.layer == 0]:
+        like, step = torch.ones(site.size, len(site.inputs), device=DEVICE), StepAdapters(torch.device(DEVICE))
+        product = AdaptedLinear(FloatLinear(like), step, site, 3, 16, like, is_host=False)
+        launched: list[Any] = []
+        for name in ("_shrink", "_expand"):
+            setattr(product, name, watched(name, getattr(product, name), launched))
+        product.warm_up()
+        compiled, launched[:] = launched[:], []
+        with step.step(np.array([0, 1, -1, 2, 1])):
+            product(torch.ones(5, len(site.inputs), device=DEVICE))
+        assert launched == compiled and len(launched) == 2 * len(site.modules)
+
+
+def watched(name: str, kernel: Callable[..., None], launched: list[Any]) -> Callable[..., None]:
+    """It, which also puts into `launched` what of its tensors a kernel is compiled for, and not the number of rows."""
+
+    def launch(*tensors: torch.Tensor) -> None:
+        launched.append((name, [(x.dtype, x.stride()[-2:], x.shape[2:], x.data_ptr() % 16) for x in tensors]))
+        kernel(*tensors)
+
+    return launch
+
+
+def test_every_product_of_a_gpu_is_warm_before_the_first_adapter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, on_a_cpu = load(folder)
+    warm: list[AdaptedLinear] = []
+    monkeypatch.setattr(AdaptedLinear, "warm_up", lambda product: warm.append(product))
+    part = ModelPart.of(model.config, OnlyRank())
+    AdapterSet(model, part, 3, 16, 4)
+    assert warm == [], "on a CPU nothing is compiled"
+    monkeypatch.setattr(model, "device", torch.device("meta"))
+    adapters = AdapterSet(model, part, 3, 16, 4)
+    assert warm == list(adapters._products.values()) and len(warm) == len(on_a_cpu._products)
+
+
 def test_slots_are_given_to_what_a_step_needs(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     _, adapters = load(folder)
     read = adapters.read(str(make_adapter(tmp_path / "adapter", folder)))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from kernels.oracles import reference
 from protos import worker_pb2
 from tests.worker.fake_model import FakeModel, decode, fake_config, prefill, slots_u16, u32
 from tests.worker.late_outputs import Arrivals
-from tests.worker.simulated_device import Operation, SimulatedDevice, addresses
+from tests.worker.simulated_device import Operation, SimulatedDevice, Work, addresses
 from worker_svc.cache.cuda_moves import CudaMoves
 from worker_svc.mirror.sequence_states import SequenceStates
 from worker_svc.models.attention import AttentionMetadata
@@ -37,11 +39,18 @@ def pairs_of(sources: list[int], destinations: list[int]) -> torch.Tensor:
     return torch.tensor([sources, destinations], dtype=torch.int64).T.contiguous()
 
 
+class Device(Protocol):
+    """Where steps are computed: a simulated GPU, or one that is there (`tests.worker.test_gpu_streams`)."""
+
+    def enqueue(self, name: str, work: Work, reads: Iterable[int] = (), writes: Iterable[int] = ()) -> Operation:
+        """On the current stream."""
+
+
 @dataclass
 class Steps:
     """What a worker does with a cache: moves, and steps that read and write blocks; and what has to come of it."""
 
-    device: SimulatedDevice
+    device: Device
     moves: CudaMoves
     cache: torch.Tensor
     expected: torch.Tensor
@@ -94,15 +103,16 @@ class Steps:
     def check(self) -> None:
         """Once everything is done."""
         kept = [block for block in range(NUM_BLOCKS) if block not in self.lost]
-        assert torch.equal(self.cache[:, :, kept], self.expected[:, :, kept])
+        assert torch.equal(self.cache.cpu()[:, :, kept], self.expected[:, :, kept])
         kept = [block for block in range(NUM_HOST_BLOCKS) if block not in self.lost_on_host]
         assert torch.equal(self.moves._host[:, :, kept], self.expected_host[:, :, kept])
 
 
 def _compute(cache: torch.Tensor, read: list[int], written: list[int], number: int) -> None:
-    weights = torch.arange(1, len(read) + 1)[:, None, None, None]
-    seen = (cache[:, :, read] * weights).sum(2, keepdim=True) if read else torch.zeros(1)
-    cache[:, :, written] = (seen + 31 * number + torch.arange(len(written))[:, None, None, None]) % 4093
+    at = cache.device
+    weights = torch.arange(1, len(read) + 1, device=at)[:, None, None, None]
+    seen = (cache[:, :, read] * weights).sum(2, keepdim=True) if read else torch.zeros(1, device=at)
+    cache[:, :, written] = (seen + 31 * number + torch.arange(len(written), device=at)[:, None, None, None]) % 4093
 
 
 @pytest.fixture
@@ -272,7 +282,7 @@ def test_whatever_is_enqueued_every_order_that_streams_allow_gives_what_one_afte
         is_failing[0] = fails
         for _ in range(12):
             try:
-                _random_operations(steps, chance)
+                random_operations(steps, chance)
                 read = chance.sample(
                     _whole(NUM_BLOCKS, steps.lost), k=min(chance.randrange(5), NUM_BLOCKS - len(steps.lost))
                 )
@@ -302,7 +312,7 @@ def _check_that_steps_wait_for_no_more_than_they_must(device: SimulatedDevice) -
             reasons.add(operation)
 
 
-def _random_operations(steps: Steps, chance: random.Random) -> None:
+def random_operations(steps: Steps, chance: random.Random) -> None:
     """Those of a step, as the protocol allows them."""
     on_host = set(range(NUM_HOST_BLOCKS))
     if chance.random() < 0.6:

@@ -13,7 +13,7 @@ import torch
 
 from kernels import select
 from protos import worker_pb2
-from tests.kernels.device import DEVICE, IS_INTERPRETED
+from tests.kernels.device import DEVICE
 from tests.worker.fake_model import FakeModel, decode, greedy, prefill, slots_u16, tokens_of, u32
 from tests.worker.replayed_graphs import ReplayedGraphs, kept
 from tests.worker.test_cache_engine import CONFIG
@@ -50,7 +50,7 @@ class Run:
 
     def __init__(self, model: Model, *, has_graphs: bool = True) -> None:
         made = list[ReplayedGraphs]()
-        backend = kept(made) if IS_INTERPRETED else CudaGraphBackend
+        backend = kept(made) if model.device.type == "cpu" else CudaGraphBackend  # where the model is, not what is here
         self.runner = ModelRunner(
             model, model.config, BLOCK_SIZE, model.device, graph_backend=backend if has_graphs else None
         )

@@ -28,6 +28,14 @@ def _states(prompts: list[list[int]], num_top: list[int | None]) -> SequenceStat
     return states
 
 
+def of_all_prompts(*prompts: list[int]) -> PromptLogprobs:
+    """Of a step that computes all tokens of prompts, whose logprobs are all wanted."""
+    states = _states(list(prompts), [2] * len(prompts))
+    rows = worker_pb2.Rows(slots_u16=slots_u16(range(len(prompts))), query_lens_u32=u32(map(len, prompts)))
+    rows.num_samples_u16 = slots_u16([0] * len(prompts))
+    return PromptLogprobs(states, states.apply_rows(worker_pb2.Step(step_id=2, rows=rows)))
+
+
 def _compute(states: SequenceStates, lengths: dict[int, int], rows_at_once: int = 3) -> worker_pb2.SequenceOutputs:
     """One step of so many tokens of these slots, none of which draws."""
     rows = worker_pb2.Rows(slots_u16=slots_u16(lengths), query_lens_u32=u32(lengths.values()))
@@ -75,9 +83,7 @@ def test_the_chunks_of_a_prompt_together_bring_every_token_but_the_first(prompts
 
 
 def test_what_is_not_finite_is_told_as_it_is_and_spoils_no_other():
-    states = _states([[1, 2, 3, 4]], [2])
-    rows = worker_pb2.Rows(slots_u16=slots_u16([0]), query_lens_u32=u32([4]), num_samples_u16=slots_u16([0]))
-    of_prompts = PromptLogprobs(states, states.apply_rows(worker_pb2.Step(step_id=2, rows=rows)))
+    of_prompts = of_all_prompts([1, 2, 3, 4])
     reader, outputs = of_prompts.reader("cpu"), worker_pb2.SequenceOutputs()
     assert reader is not None and reader.rows.tolist() == [0, 1, 2]
     logits = LOGITS[:3].clone()

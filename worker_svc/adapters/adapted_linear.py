@@ -11,6 +11,8 @@ from worker_svc.adapters.sites import Site
 from worker_svc.models.products.linear import Linear
 from worker_svc.models.step_adapters import StepAdapters
 
+_WARM_UP_ROWS = 2  # the least of a step; no kernel is compiled for a number of them
+
 
 class AdaptedLinear:
     """A `Linear` with slots for as many adapters as a step may have. A row's result depends on nothing beside it, as
@@ -48,6 +50,7 @@ class AdaptedLinear:
         else:
             self._b = [like.new_zeros(num_slots, size, max_rank, dtype=dtype) for size in sizes]
         self._scales = like.new_ones(num_slots, dtype=torch.float32)  # they are in b
+        self._size, self._dtype = sum(sizes), like.dtype
 
     @property
     def weight_bytes(self) -> int:
@@ -68,11 +71,20 @@ class AdaptedLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See `Linear`; what is added is rounded to the type of x with the sum, or before it on a GPU."""
         out = self._base(x)
-        if not self._step.is_used:
-            return out
-        adapters = self._step.slots[: x.shape[0]]
+        if self._step.is_used:
+            self._add(out, x, self._step.slots[: x.shape[0]])
+        return out
+
+    def warm_up(self) -> None:
+        """Launches on two rows what a step with adapters will, so that its kernels are compiled by then: the first such
+        step would stand still for seconds, and all sequences with it."""
+        a = self._a[0]
+        x = a.new_zeros(_WARM_UP_ROWS, a.shape[2], dtype=self._dtype)
+        out = x.new_zeros(_WARM_UP_ROWS, self._size)  # parts are views of it, with the strides that they have in a step
+        self._add(out, x, torch.full((_WARM_UP_ROWS,), -1, dtype=torch.int32, device=x.device))
+
+    def _add(self, out: torch.Tensor, x: torch.Tensor, adapters: torch.Tensor) -> None:
         for first, a, b in zip(self._firsts, self._a, self._b, strict=True):
             between = torch.empty(self._num_segments, x.shape[0], a.shape[1], dtype=torch.float32, device=x.device)
             self._shrink(between, x, a, adapters)
             self._expand(out[:, first : first + b.shape[1]], between, b, adapters, self._scales)
-        return out

@@ -74,6 +74,9 @@ class AdapterSet:
             for site in self._own_sites()
         }
         self._model_name = part.whole.model_name
+        if not self._is_host:
+            for product in self._products.values():
+                product.warm_up()
 
     @property
     def max_loras(self) -> int:

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from worker_svc.host.uploads import upload
+
 _LEAST_ROWS = 2  # of a pass; a decoder repeats a single one
 
 
@@ -33,7 +35,7 @@ class StepAdapters:
         """For a pass of T rows, of which one at least has an adapter; `slots` [T]."""
         padded = np.full(max(slots.size, _LEAST_ROWS), -1, np.int32)
         padded[: slots.size] = slots
-        self.slots = torch.from_numpy(padded).to(self._device)
+        (self.slots,) = upload(self._device, padded)
         try:
             yield
         finally:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from protos import worker_pb2
+from worker_svc.host.uploads import upload
 from worker_svc.mirror.sequence_states import AppliedRows, SequenceStates
 from worker_svc.mirror.step_columns import ragged_offsets
 from worker_svc.models.logit_reader import LogitReader
@@ -44,7 +45,8 @@ class PromptLogprobs:
         """Reads what the step's requests want; None: nothing."""
         if not self._rows.size:
             return None
-        return LogitReader(torch.from_numpy(self._logits_rows).to(device), self._take)
+        (rows,) = upload(device, self._logits_rows)
+        return LogitReader(rows, self._take)
 
     def _take(self, logits: torch.Tensor) -> None:
         which = slice(self._num_read, self._num_read + logits.shape[0])

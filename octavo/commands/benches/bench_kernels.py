@@ -61,7 +61,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     from kernels.bench import all_cases
     from kernels.bench.case import Setting
     from kernels.bench.clock import GraphClock
-    from kernels.bench.measure import measure, table
+    from kernels.bench.measure import Row, is_lost, line, measure, table
 
     device = torch.device("cuda")
     try:
@@ -69,7 +69,15 @@ def _measure(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise OptionError(str(error)) from None
     failures: list[str] = []
-    rows = list(measure(cases, GraphClock(device), failures.append))
+    rows: list[Row] = []
+    try:
+        for row in measure(cases, GraphClock(device), failures.append):
+            print(line(row), file=sys.stderr, flush=True)  # it takes minutes, and may be ended before the table is here
+            rows.append(row)
+    except Exception:
+        if not is_lost(device):
+            raise
+        failures.append("the GPU computes nothing more for this process: other operations were not timed")
     if arguments.json:
         name = torch.cuda.get_device_name(device)
         print(json.dumps({"gpu": name, "rows": [row.as_dict() for row in rows], "failures": failures}, indent=1))
