@@ -38,7 +38,8 @@ class Stopping:
     async def wait_no_longer(self, seconds: float) -> None:
         """Returns after so many seconds, or as soon as nothing is to be waited for any more."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._now.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._now.wait()
 
     @property
     def is_signalled(self) -> bool:

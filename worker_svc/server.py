@@ -129,7 +129,8 @@ class WorkerServer:
         if finish_s:
             await self._finish(finish_s, urgent or asyncio.Event())
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.service.drain(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self.service.drain()
         await self._health.shut_down()
         await self._server.stop(grace=0.2)
         if self._tracer is not None:

@@ -86,7 +86,8 @@ class MetricsServer:
         while self._tls is not None and not self._stopping.is_set():
             self._tls.look_again()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), LOOK_AGAIN_S)
+                async with asyncio.timeout(LOOK_AGAIN_S):
+                    await self._stopping.wait()
         await self._stopping.wait()
         server.close()
 

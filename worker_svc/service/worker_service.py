@@ -210,7 +210,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def _first_message(self, context: grpc.aio.ServicerContext) -> worker_pb2.StepRequest | None:
         """None for a stream that ends without one."""
         try:
-            first = await asyncio.wait_for(context.read(), OPEN_TIMEOUT_S)
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                first = await context.read()
         except TimeoutError:
             why = f"no `open` came within {OPEN_TIMEOUT_S:g} s"
             await refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, why)
