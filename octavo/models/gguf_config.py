@@ -6,7 +6,8 @@ nonsense is worse than an error. Where llama.cpp itself goes by a model's number
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,18 +20,41 @@ Values = Callable[[str], "np.ndarray[Any, Any] | None"]  # of a small tensor by 
 _NOT_UNDERSTOOD = (
     "attention.causal",
     "attention.clamp_kqv",
+    "attention.key_length_swa",
+    "attention.output_scale",
     "attention.scale",
+    "attention.shared_kv_layers",
+    "attention.temperature_length",
+    "attention.temperature_scale",
     "embedding_scale",
     "expert_shared_count",
     "expert_group_count",
+    "expert_group_scale",
+    "expert_group_used_count",
     "expert_weights_scale",
+    "interleave_moe_layer_step",
     "leading_dense_block_count",
     "logit_scale",
+    "moe_every_n_layers",
     "residual_scale",
+    "rope.dimension_count_swa",
     "rope.scale_linear",
+    "rope.scaling.alpha",
     "rope.scaling.yarn_log_multiplier",
+    "router_logit_softcapping",
     "use_parallel_residual",
 )
+# Keys that are understood only where they say what is so without them.
+_UNDERSTOOD_AS: dict[str, float] = {
+    "expert_gating_func": 1,  # softmax
+    "expert_weights_norm": True,
+    "rope.scaling.yarn_ext_factor": 1.0,
+}
+_SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_OF_SOME = {  # of which architectures they are understood
+    **dict.fromkeys(_SOFT_CAPS, ("gemma2", "gemma3")),
+    "rope.freq_base_swa": ("gemma3",),
+}
 # Layers of the one model of each family that divides by hidden size / heads and not by the size of a head.
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 
@@ -47,7 +71,17 @@ class Metadata:
             raise GGUFError(f"architecture {self.name!r} cannot be converted; those that can: {known}")
         for key in _NOT_UNDERSTOOD:
             if key in self:
-                raise GGUFError(f"{self.name}.{key} is {self[key]!r}; such a model cannot be converted")
+                raise self.refused(key)
+        for key, usual in _UNDERSTOOD_AS.items():
+            if key in self and self[key] != usual:
+                raise self.refused(key)
+        for key, names in _OF_SOME.items():
+            if key in self and self.name not in names:
+                raise self.refused(key)
+
+    def refused(self, key: str) -> GGUFError:
+        """Of a model that cannot be converted for what this key says."""
+        return GGUFError(f"{self.name}.{key} is {self[key]!r}; such a model cannot be converted")
 
     def __contains__(self, key: str) -> bool:
         return f"{self.name}.{key}" in self._values
@@ -75,6 +109,11 @@ class Metadata:
     def token_id(self, key: str) -> int | None:
         """None where the file names no such token."""
         return self._values.get(f"tokenizer.ggml.{key}_token_id")
+
+    def tokens(self) -> Iterator[tuple[str, int]]:
+        """The vocabulary in its order: text and GGUF's type of each, where the file has types."""
+        texts, kinds = (self._values.get(f"tokenizer.ggml.{key}") or [] for key in ("tokens", "token_type"))
+        return zip(texts, kinds, strict=False)
 
 
 def family_of(metadata: Metadata) -> GgufFamily:
@@ -194,7 +233,7 @@ def _differences(metadata: Metadata, head_size: int) -> dict[str, Any]:
     if metadata.name == "phi3":
         return silu | {"sliding_window": window, "original_max_position_embeddings": _trained_length(metadata)}
     if window:
-        raise GGUFError(f"{metadata.name}.attention.sliding_window is {window}; such a model cannot be converted")
+        raise metadata.refused("attention.sliding_window")
     return silu
 
 
@@ -205,11 +244,13 @@ def _gemma(metadata: Metadata, head_size: int, window: int | None) -> dict[str, 
     is_27b = metadata.integer("block_count") == _LAYERS_OF_27B[metadata.name]
     by_heads = metadata.integer("embedding_length") // metadata.integer("attention.head_count")
     config |= {"query_pre_attn_scalar": by_heads if is_27b else head_size, "sliding_window": window or 4096}
-    for key, name in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
-        default = name if metadata.name == "gemma2" else None
+    for key, cap in zip(_SOFT_CAPS, (50.0, 30.0), strict=True):
+        default = cap if metadata.name == "gemma2" else None
         config[key] = metadata.number(key) if key in metadata else default
     if metadata.name == "gemma3":
         pattern = metadata.get("attention.sliding_window_pattern", 6)
+        if not window:  # a model without, as llama.cpp has it, too
+            pattern = [False] * metadata.integer("block_count")
         if isinstance(pattern, list):
             config["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
         else:
@@ -237,24 +278,49 @@ def _rope(metadata: Metadata, head_size: int, values: Values) -> dict[str, Any]:
 
 
 def _scaling(metadata: Metadata, turned: int, values: Values) -> dict[str, Any]:
-    kind = metadata.get("rope.scaling.type", "none")
+    # As in llama.cpp, a factor without a type divides all frequencies.
+    kind = metadata.get("rope.scaling.type", "linear" if metadata.get("rope.scaling.factor", 0) else "none")
     short, long = values("rope_factors_short.weight"), values("rope_factors_long.weight")
     if short is not None and long is not None:
-        return _by_factors(short, long, _trained_length(metadata), turned)
+        parameters = _by_factors(short, long, _trained_length(metadata), turned)
+        if (key := "rope.scaling.attn_factor") in metadata:
+            parameters["attention_factor"] = metadata.number(key)
+        return parameters
+    if kind == "yarn" and values("rope_freqs.weight") is None:
+        return _yarn(metadata)
+    if metadata.number(key := "rope.scaling.attn_factor", 1.0) != 1:
+        raise metadata.refused(key)
     if (factors := values("rope_freqs.weight")) is not None:
+        if kind != "none":
+            raise metadata.refused("rope.scaling.type" if "rope.scaling.type" in metadata else "rope.scaling.factor")
         # Frequencies that llama.cpp has divided already (Llama 3.1): the same at any length, and nothing is scaled.
         return _by_factors(factors, factors, metadata.integer("context_length"), turned) | {"attention_factor": 1.0}
     if kind == "none":
         return {"rope_type": "default"}
     if kind == "linear":
         return {"rope_type": "linear", "factor": metadata.number("rope.scaling.factor")}
-    if kind == "yarn":
-        return {
-            "rope_type": "yarn",
-            "factor": metadata.number("rope.scaling.factor"),
-            "original_max_position_embeddings": _trained_length(metadata),
-        }
-    raise GGUFError(f"{metadata.name}.rope.scaling.type is {kind!r}; such a model cannot be converted")
+    raise metadata.refused("rope.scaling.type")
+
+
+def _yarn(metadata: Metadata) -> dict[str, Any]:
+    factor = metadata.number("rope.scaling.factor")
+    parameters: dict[str, Any] = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": _trained_length(metadata),
+    }
+    for name in ("beta_fast", "beta_slow"):
+        if (key := f"rope.scaling.yarn_{name}") in metadata:
+            parameters[name] = metadata.number(key)
+    of_all, of_yarn = "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"
+    if of_all in metadata or of_yarn in metadata:
+        # llama.cpp's converter writes of_yarn for two keys of a config.json. One is a factor to the usual magnitude,
+        # which published models use to cancel it; the other, from 1 on, stands in its place.
+        if metadata.number(of_yarn, 1.0) > 1:
+            raise metadata.refused(of_yarn)
+        usual = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+        parameters["attention_factor"] = usual * metadata.number(of_all, 1.0) * metadata.number(of_yarn, 1.0)
+    return parameters
 
 
 def _by_factors(short: np.ndarray, long: np.ndarray, trained_length: int, turned: int) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def test_dtype(
 @pytest.mark.parametrize(("arch", "expected"), [("LlamaForCausalLM", "float16"), ("PhiForCausalLM", "bfloat16")])
 def test_a_type_that_is_not_named_is_that_of_the_weights(tmp_path: Path, arch: str, expected: str) -> None:
     """The embedding's; of a model that `transformers` computes, which has other names, the first matrix's."""
-    phi = {"model_type": "phi"} if arch == "PhiForCausalLM" else {}
+    phi: dict[str, Any] = {"model_type": "phi"} if arch == "PhiForCausalLM" else {}
     folder = write(tmp_path, architectures=[arch], **phi)
     assert ModelConfig.from_folder(folder, device="cuda").dtype == torch.float32
     bfloat16, float16 = (torch.zeros(2, 2, dtype=dtype) for dtype in (torch.bfloat16, torch.float16))

@@ -209,7 +209,9 @@ def _own_dtype(raw: RawConfig, folder: Path, architecture: str, style: DecoderSt
     # Not of any tensor: scales of quantised products have types of their own.
     names = [f"{base}{style.names.embedding}.weight" for base in style.names.bases] if style is not None else []
     stored = stored_dtype(folder, names)
-    return stored if stored in DTYPES.values() else _UNSAID_DTYPES.get(architecture, torch.float32)
+    if stored is None or stored not in DTYPES.values():
+        return _UNSAID_DTYPES.get(architecture, torch.float32)
+    return stored
 
 
 def _has_pairs() -> bool:
