@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from octavo.models.errors import GGUFError
-from octavo.models.gguf_config import Metadata, family_of, lengths, read_config
+from octavo.models.gguf_config import family_of, lengths, read_config
 from octavo.models.gguf_families import GgufFamily, Layout, Weight
 from octavo.models.gguf_file import FileTensor, GgufFile
+from octavo.models.gguf_metadata import Metadata
 from octavo.models.gguf_tokenizer import CONTROL, tokenizer_files
 from octavo.models.safetensors_stream import PendingTensor, write_safetensors
 from octavo.shared.terminal_row import ByteBar
