@@ -163,6 +163,8 @@ def test_a_type_that_is_not_named_is_that_of_the_weights(tmp_path: Path, arch: s
     save_file({"model.layers.0.a.scale": scale, "model.layers.0.b": bfloat16}, folder / "model-1-of-2.safetensors")
     save_file({"model.embed_tokens.weight": float16}, folder / "model-2-of-2.safetensors")
     assert str(ModelConfig.from_folder(folder, device="cuda").dtype) == f"torch.{expected}"
+    other = write(folder, architectures=[arch], torch_dtype="float8_e4m3fn", **phi)
+    assert str(ModelConfig.from_folder(other, device="cuda").dtype) == f"torch.{expected}"
     assert ModelConfig.from_folder(write(folder, torch_dtype="float32"), device="cuda").dtype == torch.float32
 
 

@@ -204,8 +204,8 @@ def _dtype(
 
 
 def _own_dtype(raw: RawConfig, folder: Path, architecture: str, style: DecoderStyle | None) -> torch.dtype:
-    if named := raw.get("dtype") or raw.get("torch_dtype"):
-        return DTYPES.get(str(named), torch.float32)
+    if (named := str(raw.get("dtype") or raw.get("torch_dtype"))) in DTYPES:
+        return DTYPES[named]
     # Not of any tensor: scales of quantised products have types of their own.
     names = [f"{base}{style.names.embedding}.weight" for base in style.names.bases] if style is not None else []
     stored = stored_dtype(folder, names)
