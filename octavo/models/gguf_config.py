@@ -1,7 +1,6 @@
 """config.json of the model in a GGUF file, from the file's metadata.
 
-A key that changes what a model computes and that is not understood is refused by name: a model that loads and answers
-nonsense is worse than an error. Where llama.cpp itself goes by a model's number of layers, so does this.
+Where llama.cpp itself goes by a model's number of layers, so does this.
 """
 
 from __future__ import annotations
@@ -9,72 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from octavo.models.errors import GGUFError
 from octavo.models.gguf_families import FAMILIES, MIXTRAL, GgufFamily
+from octavo.models.gguf_metadata import SOFT_CAPS, Metadata
+from octavo.models.gguf_rope import Values, read_rope, trained_length
 
-Values = Callable[[str], "np.ndarray[Any, Any] | None"]  # of a small tensor by its name, None where there is none
-
-_NOT_UNDERSTOOD = (
-    "attention.causal",
-    "attention.clamp_kqv",
-    "attention.scale",
-    "embedding_scale",
-    "expert_shared_count",
-    "expert_group_count",
-    "expert_weights_scale",
-    "leading_dense_block_count",
-    "logit_scale",
-    "residual_scale",
-    "rope.scale_linear",
-    "rope.scaling.yarn_log_multiplier",
-    "use_parallel_residual",
-)
 # Layers of the one model of each family that divides by hidden size / heads and not by the size of a head.
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
-
-
-class Metadata:
-    """The keys of one architecture, without its name in front."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        """Raises GGUFError for an architecture that cannot be converted."""
-        self._values = values
-        self.name = str(values.get("general.architecture"))
-        if self.name not in FAMILIES:
-            known = ", ".join(FAMILIES)
-            raise GGUFError(f"architecture {self.name!r} cannot be converted; those that can: {known}")
-        for key in _NOT_UNDERSTOOD:
-            if key in self:
-                raise GGUFError(f"{self.name}.{key} is {self[key]!r}; such a model cannot be converted")
-
-    def __contains__(self, key: str) -> bool:
-        return f"{self.name}.{key}" in self._values
-
-    def __getitem__(self, key: str) -> Any:
-        if key not in self:
-            raise GGUFError(f"the file lacks {f'{self.name}.{key}'!r}")
-        return self._values[f"{self.name}.{key}"]
-
-    def get(self, key: str, default: Any) -> Any:
-        """The value of `ARCHITECTURE.key`, of whatever type the file gives it."""
-        return self._values.get(f"{self.name}.{key}", default)
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        """At least 1. Raises GGUFError, also for a list by layer."""
-        value = self[key] if default is None else self.get(key, default)
-        if not isinstance(value, int) or value < 1:
-            raise GGUFError(f"{self.name}.{key} is {value!r:.60}, not one positive number for all layers")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """The shortest decimal that is the same float32: 9.999999747378752e-06 was written as 1e-05."""
-        return float(str(np.float32(self[key] if default is None else self.get(key, default))))
-
-    def token_id(self, key: str) -> int | None:
-        """None where the file names no such token."""
-        return self._values.get(f"tokenizer.ggml.{key}_token_id")
 
 
 def family_of(metadata: Metadata) -> GgufFamily:
@@ -165,7 +105,7 @@ def _rotary(metadata: Metadata, values: Values) -> dict[str, Any]:
         "norm_epsilon" if is_layer_norm else "rms_norm_eps": eps,
         "rope_theta": metadata.number("rope.freq_base", 10000.0),
         **_differences(metadata, head_size),
-        **_rope(metadata, head_size, values),
+        **read_rope(metadata, head_size, values),
     }
 
 
@@ -192,9 +132,9 @@ def _differences(metadata: Metadata, head_size: int) -> dict[str, Any]:
             "sliding_window": window,
         }
     if metadata.name == "phi3":
-        return silu | {"sliding_window": window, "original_max_position_embeddings": _trained_length(metadata)}
+        return silu | {"sliding_window": window, "original_max_position_embeddings": trained_length(metadata)}
     if window:
-        raise GGUFError(f"{metadata.name}.attention.sliding_window is {window}; such a model cannot be converted")
+        raise metadata.refused("attention.sliding_window")
     return silu
 
 
@@ -205,68 +145,18 @@ def _gemma(metadata: Metadata, head_size: int, window: int | None) -> dict[str, 
     is_27b = metadata.integer("block_count") == _LAYERS_OF_27B[metadata.name]
     by_heads = metadata.integer("embedding_length") // metadata.integer("attention.head_count")
     config |= {"query_pre_attn_scalar": by_heads if is_27b else head_size, "sliding_window": window or 4096}
-    for key, name in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
-        default = name if metadata.name == "gemma2" else None
+    for key, cap in zip(SOFT_CAPS, (50.0, 30.0), strict=True):
+        default = cap if metadata.name == "gemma2" else None
         config[key] = metadata.number(key) if key in metadata else default
     if metadata.name == "gemma3":
         pattern = metadata.get("attention.sliding_window_pattern", 6)
+        if not window:  # a model without, as llama.cpp has it, too
+            pattern = [False] * metadata.integer("block_count")
         if isinstance(pattern, list):
             config["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
         else:
             config["sliding_window_pattern"] = pattern
     return config
-
-
-def _trained_length(metadata: Metadata) -> int:
-    return metadata.integer("rope.scaling.original_context_length", metadata.integer("context_length"))
-
-
-def _rope(metadata: Metadata, head_size: int, values: Values) -> dict[str, Any]:
-    """`rope_parameters`, and `partial_rotary_factor` where a part of each head is turned."""
-    turned = metadata.integer("rope.dimension_count", head_size)
-    parameters = {"rope_theta": metadata.number("rope.freq_base", 10000.0), **_scaling(metadata, turned, values)}
-    if metadata.name == "gemma3":
-        local = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa", 10000.0)}
-        return {"rope_parameters": {"full_attention": parameters, "sliding_attention": local}}
-    if turned == head_size:
-        return {"rope_parameters": parameters}
-    if metadata.name != "phi3":
-        raise GGUFError("rotary embedding over a part of each head cannot be converted")
-    share = turned / head_size
-    return {"partial_rotary_factor": share, "rope_parameters": parameters | {"partial_rotary_factor": share}}
-
-
-def _scaling(metadata: Metadata, turned: int, values: Values) -> dict[str, Any]:
-    kind = metadata.get("rope.scaling.type", "none")
-    short, long = values("rope_factors_short.weight"), values("rope_factors_long.weight")
-    if short is not None and long is not None:
-        return _by_factors(short, long, _trained_length(metadata), turned)
-    if (factors := values("rope_freqs.weight")) is not None:
-        # Frequencies that llama.cpp has divided already (Llama 3.1): the same at any length, and nothing is scaled.
-        return _by_factors(factors, factors, metadata.integer("context_length"), turned) | {"attention_factor": 1.0}
-    if kind == "none":
-        return {"rope_type": "default"}
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": metadata.number("rope.scaling.factor")}
-    if kind == "yarn":
-        return {
-            "rope_type": "yarn",
-            "factor": metadata.number("rope.scaling.factor"),
-            "original_max_position_embeddings": _trained_length(metadata),
-        }
-    raise GGUFError(f"{metadata.name}.rope.scaling.type is {kind!r}; such a model cannot be converted")
-
-
-def _by_factors(short: np.ndarray, long: np.ndarray, trained_length: int, turned: int) -> dict[str, Any]:
-    for factors in (short, long):
-        if factors.shape != (turned // 2,):
-            raise GGUFError(f"rotary factors have shape {factors.shape}, not {(turned // 2,)}")
-    return {
-        "rope_type": "longrope",
-        "short_factor": short.astype(float).tolist(),
-        "long_factor": long.astype(float).tolist(),
-        "original_max_position_embeddings": trained_length,
-    }
 
 
 _BODIES: dict[str, Callable[[Metadata, Values], dict[str, Any]]] = {"gpt2": _gpt2, "bloom": _bloom}

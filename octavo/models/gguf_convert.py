@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from octavo.models.errors import GGUFError
-from octavo.models.gguf_config import Metadata, family_of, lengths, read_config
+from octavo.models.gguf_config import family_of, lengths, read_config
 from octavo.models.gguf_families import GgufFamily, Layout, Weight
 from octavo.models.gguf_file import FileTensor, GgufFile
-from octavo.models.gguf_tokenizer import tokenizer_files
+from octavo.models.gguf_metadata import Metadata
+from octavo.models.gguf_tokenizer import CONTROL, tokenizer_files
 from octavo.models.safetensors_stream import PendingTensor, write_safetensors
 from octavo.shared.terminal_row import ByteBar
 
@@ -34,6 +35,15 @@ class GgufTensor(PendingTensor):
     blocks: Callable[[], np.ndarray] = field(kw_only=True)  # u8[outputs, bytes of a row], outputs in `shape`'s order
 
 
+_ENDS = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|endoftext|>",
+    "<end_of_turn>",
+)  # of Llama 3, Qwen, Phi and Gemma
 _OF_ROPE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # the config says them
 
 
@@ -91,8 +101,9 @@ def _config(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
 def _generation_config(config: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids = {name: config[name] for name in names if config[name] is not None}
-    # What ends a turn of a chat ends an output, too.
+    # What ends a turn of a chat ends an output, too; many files have no key for it, and llama.cpp goes by the text.
     ends = [config["eos_token_id"], metadata.token_id("eot"), metadata.token_id("eom")]
+    ends += [i for i, (text, kind) in enumerate(metadata.tokens()) if kind == CONTROL and text in _ENDS]
     if len(ends := list(dict.fromkeys(each for each in ends if each is not None))) > 1:
         ids["eos_token_id"] = ends
     return ids

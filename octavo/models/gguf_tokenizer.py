@@ -16,7 +16,10 @@ from tokenizers.models import BPE
 
 from octavo.models.errors import GGUFError
 
-_CONTROL, _USER_DEFINED = 3, 4  # GGUF token types
+CONTROL, _USER_DEFINED = 3, 4  # GGUF token types
+
+
+_UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's special tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class _Splitting:
     has_digits_alone: bool = False
     ignores_merges: bool = False  # whether a piece that is a token stays whole
     is_composed: bool = False  # whether text is brought into Unicode's form NFC
+    has_bos: bool = False  # whether a text begins with BOS where the file does not say
 
 
 _CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
@@ -38,9 +42,9 @@ _BEFORE = r"[^\r\n\p{L}\p{N}]?"  # said twice: a mark of a letter may be it or a
 _CASED_WORDS = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|"
 
 _GPT2, _DIGITS = _Splitting(), _Splitting(has_digits_alone=True)
-_LLAMA3 = _Splitting(_CONTRACTED + _WORDS + r"\p{N}{1,3}|" + _SIGNS + _SPACES, ignores_merges=True)
+_LLAMA3 = _Splitting(_CONTRACTED + _WORDS + r"\p{N}{1,3}|" + _SIGNS + _SPACES, ignores_merges=True, has_bos=True)
 _QWEN2 = _Splitting(_CONTRACTED + _WORDS + r"\p{N}|" + _SIGNS + _SPACES, is_composed=True)
-_TEKKEN = _Splitting(_CASED_WORDS + r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES, ignores_merges=True)
+_TEKKEN = _Splitting(_CASED_WORDS + r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES, ignores_merges=True, has_bos=True)
 _BLOOM = _Splitting(" ?[^(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+")
 _SPLITTINGS = {
     "smollm": _DIGITS,
@@ -95,7 +99,8 @@ def _build(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
     if kind == "llama":
         unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
         merges = merges_from_scores(tokens, metadata["tokenizer.ggml.scores"])
-        return _sentencepiece(tokens, merges, unknown, metadata.get("tokenizer.ggml.add_space_prefix", True))
+        space_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+        return _sentencepiece(tokens, merges, unknown, space_prefix, is_phi3=_is_phi3(metadata))
     raise GGUFError(f"tokenizer model {kind!r} cannot be converted; 'gpt2' and 'llama' can")
 
 
@@ -123,11 +128,21 @@ def _byte_level(tokens: list[str], merges: list[tuple[str, str]], pre: str) -> T
     return tokenizer
 
 
-def _sentencepiece(tokens: list[str], merges: list[tuple[str, str]], unknown: str, space_prefix: bool) -> Tokenizer:
+def _is_phi3(metadata: dict[str, Any]) -> bool:
+    return bool(metadata.get("general.architecture") == "phi3" and metadata["tokenizer.ggml.model"] == "llama")
+
+
+def _sentencepiece(
+    tokens: list[str], merges: list[tuple[str, str]], unknown: str, space_prefix: bool, *, is_phi3: bool
+) -> Tokenizer:
+    """`is_phi3`: a space is put before every part between special tokens, and not before the first alone."""
     vocab = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    scheme = "first" if space_prefix else "never"
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+    if is_phi3 and space_prefix:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        scheme = "first" if space_prefix else "never"
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if space_prefix:
         steps.append(decoders.Strip(content=" ", left=1, right=0))
@@ -150,18 +165,32 @@ def merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[str
 
 
 def _add_tokens(tokenizer: Tokenizer, metadata: dict[str, Any], tokens: list[str]) -> None:
-    """Control tokens are special; user-defined ones are matched whole but stay text."""
+    """Control tokens are special; user-defined ones are matched whole but stay text.
+
+    Those of Phi-3's chats take in the white space behind them, as its template counts on; files do not say it."""
     typed = list(zip(tokens, metadata.get("tokenizer.ggml.token_type") or [], strict=False))
-    special = [AddedToken(token, normalized=False, special=True) for token, kind in typed if kind == _CONTROL]
-    plain = [AddedToken(token, normalized=False, special=False) for token, kind in typed if kind == _USER_DEFINED]
+    stripped = [_is_phi3(metadata) and token not in _UNSTRIPPED for token, _ in typed]
+    special, plain = (
+        [
+            AddedToken(token, normalized=False, special=wanted == CONTROL, rstrip=strips)
+            for (token, kind), strips in zip(typed, stripped, strict=True)
+            if kind == wanted
+        ]
+        for wanted in (CONTROL, _USER_DEFINED)
+    )
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(plain)
 
 
 def _add_bos(tokenizer: Tokenizer, metadata: dict[str, Any], tokens: list[str]) -> None:
-    """Prompts begin with the BOS token where the file says so; sentencepiece files do unless they deny it."""
+    """Prompts begin with the BOS token where the file says so. Those of sentencepiece, Llama 3 and Tekken do unless it
+    denies it, as in llama.cpp: files made of a tokenizer.json whose template adds BOS have no key for it."""
     index = metadata.get("tokenizer.ggml.bos_token_id")
-    wanted = metadata.get("tokenizer.ggml.add_bos_token", metadata["tokenizer.ggml.model"] == "llama")
+    if metadata["tokenizer.ggml.model"] == "llama":
+        usual = True
+    else:
+        usual = _SPLITTINGS[metadata.get("tokenizer.ggml.pre", "default")].has_bos
+    wanted = metadata.get("tokenizer.ggml.add_bos_token", usual)
     if wanted and index is not None:
         bos = tokens[index]
         tokenizer.post_processor = processors.TemplateProcessing(

@@ -113,7 +113,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek-v2": (
         "DeepseekV2Config",
-        _LATENT | _GROUPS | {"q_lora_rank": 17, "topk_method": "group_limited_greedy", "routed_scaling_factor": 3.0},
+        _LATENT
+        | _GROUPS
+        | {
+            "q_lora_rank": 17,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 3.0,
+            "rms_norm_eps": 1e-2,  # which is not that of the latents' norms
+        },
     ),
     "deepseek-v2-lite": ("DeepseekV2Config", _LATENT | _STRETCHED | {"q_lora_rank": None, "n_shared_experts": 1}),
     "deepseek-v3": ("DeepseekV3Config", _LATENT | _GROUPS | _STRETCHED | {"q_lora_rank": 17}),

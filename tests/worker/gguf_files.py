@@ -31,13 +31,17 @@ def write_gguf(
     """The model in `folder` as a file of architecture `name`.
 
     extra: more tensors. quantised: the type of all matrices, and the bytes that one is stored as. token_ids: eos, eot.
-    metadata: key below the architecture, with `__` for a dot; one that begins with a slash stands by itself.
+    metadata: key below the architecture, with `__` for a dot; one that begins with a slash stands by itself. None: the
+    file has no such key.
     """
     config = json.loads((folder / "config.json").read_text())
     sizes = _sizes(config) | {key.replace("__", "."): value for key, value in metadata.items()}
     writer = gguf.GGUFWriter(path, name)
+    writers = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32, bool: writer.add_bool}
     for key, value in sizes.items():
-        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+        if value is None:
+            continue
+        add = writers[type(value)]
         add(key[1:] if key.startswith("/") else f"{name}.{key}", value)  # type: ignore[operator]  # each takes its own type
     _write_tokenizer(writer, folder)
     for token, index in (token_ids or {}).items():

@@ -204,6 +204,15 @@ def test_one_scale_may_be_for_both_and_those_that_lack_are_1(folder: Path, tmp_p
     assert numbers_of([0, 3, 4, 5, 9, 10]) == "0, 3-5, 9-10"
 
 
+def test_a_scheme_that_is_a_word_is_no_other_kind_of_cache(folder: Path, tmp_path: Path) -> None:
+    """As AutoFP8 writes it."""
+    described = {"quant_method": "fp8", "activation_scheme": "static", "kv_cache_scheme": "static"}
+    tensors = {f"model.layers.{layer}.self_attn.kv_scale": torch.tensor(2.0) for layer in range(LAYERS)}
+    scaled = with_tensors(folder, tmp_path / "model", tensors, quantization_config=described)
+    of_all = ((2.0,) * HEADS,) * LAYERS
+    assert scales_of_checkpoint(scaled, "auto", LAYERS, HEADS) == (CacheScales(of_all, of_all), [])
+
+
 def test_scales_of_a_tower_beside_the_model_are_not_the_models(folder: Path, tmp_path: Path) -> None:
     towers = ["vision_tower.vision_model.encoder.layers", "model.visual.blocks", "audio_tower.layers"]
     of_towers = {f"{tower}.1.self_attn.{part}_scale": torch.tensor(5.0) for tower in towers for part in ("k", "v", "q")}

@@ -130,6 +130,37 @@ def test_transformers_reads_the_same_out_of_these_files(name: str, tmp_path: Pat
         read_by_transformers(tmp_path / f"{name}.gguf", original).check_whole([logits(read)])
 
 
+def test_a_gemma3_without_a_window_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Rnj-1, whose rope is stretched by other borders than the usual ones, too."""
+    stretched = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 4.0}
+    ropes = {"full_attention": stretched | {"rope_theta": 1e4}, "sliding_attention": {"rope_type": "default"}}
+    told = _YARN | {"attention__sliding_window": None, "rope__scaling__yarn_beta_fast": 4.0}
+    told |= {"rope__scaling__yarn_ext_factor": 1.0, "rope__scaling__yarn_attn_factor": 1.0}
+    made = {"query_pre_attn_scalar": 12, "layer_types": ["full_attention"] * 3, "rope_parameters": ropes}
+    monkeypatch.setitem(CASES, "gemma3", ("gemma3", told, made))
+    with case("gemma3", tmp_path) as (original, read):
+        truth_of_folder(original, [tokens()]).check_whole([logits(read)])
+
+
+@pytest.mark.parametrize(
+    ("name", "metadata", "expected"),
+    [
+        ("qwen3", {"rope__scaling__factor": 4.0}, ("linear", 4.0, 1.0)),
+        ("qwen3", _YARN, ("yarn", 4.0, 1.138629)),
+        ("qwen3", _YARN | {"rope__scaling__yarn_attn_factor": 0.8782489}, ("yarn", 4.0, 1.0)),
+        ("qwen3", _YARN | {"rope__scaling__attn_factor": 2.0}, ("yarn", 4.0, 2.277259)),
+        ("phi3", {"rope__scaling__attn_factor": 1.25}, ("longrope", 256 / 192, 1.25)),
+    ],
+)
+def test_how_far_a_rope_is_stretched_is_read_from_every_key(
+    name: str, metadata: dict[str, Any], expected: tuple[str, float, float], tmp_path: Path
+) -> None:
+    with case(name, tmp_path, **metadata) as (_, read):
+        (rope,) = ModelConfig.from_folder(read).style.ropes
+    assert rope.kind == expected[0]
+    assert (rope.factor, rope.magnitude) == pytest.approx(expected[1:], rel=1e-6)
+
+
 _TYPES = [
     "F16",
     "BF16",
@@ -177,7 +208,8 @@ def test_weights_of_every_type_are_expanded_as_the_gguf_package_does(kind: str, 
 
 def test_a_chat_ends_with_its_turn(tmp_path: Path) -> None:
     with case("qwen2", tmp_path, token_ids={"eos": 260, "eot": 261}) as (_, read):
-        assert ModelConfig.from_folder(read).eos_token_ids == (260, 261)
+        # And with the marks among its tokens, for which there may be no key.
+        assert ModelConfig.from_folder(read).eos_token_ids == (260, 261, 256, 258)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +220,13 @@ def test_a_chat_ends_with_its_turn(tmp_path: Path) -> None:
         ("qwen3", {"rope__scaling__type": "spiral"}, "qwen3.rope.scaling.type is 'spiral'; such a model cannot"),
         ("qwen3", {"rope__dimension_count": 8}, "rotary embedding over a part of each head cannot be converted"),
         ("qwen3", {"attention__sliding_window": 8}, "qwen3.attention.sliding_window is 8; such a model cannot"),
+        ("qwen3", {"final_logit_softcapping": 30.0}, "qwen3.final_logit_softcapping is 30.0; such a model cannot"),
+        ("qwen3", {"rope__scaling__attn_factor": 1.5}, "qwen3.rope.scaling.attn_factor is 1.5; such a model cannot"),
+        ("qwen3", _YARN | {"rope__scaling__yarn_ext_factor": 0.5}, "yarn_ext_factor is 0.5; such a model cannot"),
+        ("qwen3", _YARN | {"rope__scaling__yarn_attn_factor": 1.5}, "yarn_attn_factor is 1.5; such a model cannot"),
+        ("llama-gelu", {"rope__scaling__factor": 8.0}, "llama.rope.scaling.factor is 8.0; such a model cannot"),
+        ("mixtral", {"expert_gating_func": 2}, "llama.expert_gating_func is 2; such a model cannot be converted"),
+        ("qwen3-moe", {"expert_weights_norm": False}, "qwen3moe.expert_weights_norm is False; such a model cannot"),
         ("qwen2", {"attention__key_length": 10, "attention__value_length": 8}, "keys and values of different sizes"),
         ("gpt2", {"feed_forward_length": 7}, r"tensor 'blk.0.ffn_up.bias' has shape \(131,\), not \(7,\)"),
         ("bloom", {"block_count": 4}, "the file lacks 12 tensors, 'blk.3.attn_norm.bias' among them"),

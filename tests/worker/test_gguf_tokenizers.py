@@ -25,7 +25,8 @@ MORE = [
 ]
 
 
-def made(pre: str) -> Tokenizer:
+def made(pre: str, **more: Any) -> Tokenizer:
+    """`more`: keys, with `__` for a dot."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     metadata: dict[str, Any] = {
         "tokenizer.ggml.model": "gpt2",
@@ -33,6 +34,7 @@ def made(pre: str) -> Tokenizer:
         "tokenizer.ggml.tokens": [*alphabet, "ab"],
         "tokenizer.ggml.merges": ["a b"],
     }
+    metadata |= {key.replace("__", "."): value for key, value in more.items()}
     return Tokenizer.from_str(tokenizer_files(metadata, 64)["tokenizer.json"])
 
 
@@ -72,6 +74,41 @@ def test_text_is_cut_as_the_model_was_trained_to(name: str) -> None:
     for text in [*TEXTS, *MORE]:
         whole = tokenizer.normalizer.normalize_str(text) if tokenizer.normalizer else text
         assert pieces(tokenizer, text) == [piece for piece, _ in oracle.pre_tokenize_str(whole)], text
+
+
+@pytest.mark.parametrize(
+    ("pre", "has_bos"), [("llama-bpe", True), ("tekken", True), ("qwen2", False), ("gpt-2", False)]
+)
+def test_texts_begin_with_bos_as_in_llama_cpp_where_no_key_says_it(pre: str, has_bos: bool) -> None:
+    """Files of Llama 3 have none: its tokenizer.json does it by a template."""
+    assert made(pre, tokenizer__ggml__bos_token_id=256).encode("a").tokens == ["ab"] * has_bos + ["a"]
+    for says in (True, False):
+        keys = {"tokenizer__ggml__bos_token_id": 256, "tokenizer__ggml__add_bos_token": says}
+        assert made(pre, **keys).encode("a").tokens == ["ab"] * says + ["a"]
+
+
+def test_marks_of_phi3_take_in_what_follows_and_parts_behind_them_begin_with_a_space() -> None:
+    """As its tokenizer.json has them; so the newlines of its template are no tokens."""
+    words = ["▁", "t", "h", "e", "th", "the", "▁the"]
+    marks = ["<|user|>", "<|end|>", "<|endoftext|>"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *marks]
+    metadata: dict[str, Any] = {
+        "general.architecture": "phi3",
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, 3, 4] + [6] * 256 + [1] * len(words) + [3] * len(marks),
+        "tokenizer.ggml.scores": [0.0] * 259 + [-10.0, -9, -9, -9, -3, -2, -1] + [0.0] * len(marks),
+    }
+    chat = "<|user|>\nthe<|end|>\n<|user|> the</s>\nthe<|endoftext|>\nthe"
+
+    def ids(**keys: str) -> list[int]:
+        tokenizer = Tokenizer.from_str(tokenizer_files(metadata | keys, 64)["tokenizer.json"])
+        return list(tokenizer.encode(chat).ids)
+
+    user, end, the, newline = 266, 267, 265, 3 + ord("\n")
+    assert ids() == [user, the, end, user, the, 2, the, 268, 259, newline, 264]
+    assert tokens[264:266] == ["the", "▁the"]
+    assert ids(**{"general.architecture": "llama"})[:3] == [user, newline, 264]
 
 
 def test_qwen2_composes_letters_and_their_marks_first() -> None:

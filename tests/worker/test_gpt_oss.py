@@ -73,7 +73,6 @@ PUBLISHED: dict[str, Any] = {  # the keys of gpt-oss-20b's config.json
     "sliding_window": 128,
     "swiglu_limit": 7.0,
     "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
     "vocab_size": 201088,
 }
 # The interpreter's numpy says so where a GPU's sigmoid of a large negative number is 0 without a word.
@@ -122,6 +121,7 @@ def test_a_published_config_is_read(tmp_path: Path) -> None:
     assert (rope.theta, rope.factor, rope.truncate) == (150000, 32, False)
     assert rope.magnitude == pytest.approx(1.3465736)
     assert config.max_model_len == 131072 and config.eos_token_ids == (200002,)
+    assert config.dtype == torch.bfloat16  # of which the file says nothing
     # 13.8 GB of files, whose scales take a byte where ours take two.
     assert 13.5e9 < config.weights_bytes < 14.5e9
     assert 41e9 < read_config(tmp_path, {"quantization_config": None}).weights_bytes < 42e9

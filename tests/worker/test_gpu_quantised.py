@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kernels import select
 from kernels.gpu.quantized import rounded_product
@@ -113,6 +114,36 @@ def test_norm_and_gate_round_rows_for_the_products_behind_them(
     sizes.clear()
     monkeypatch.setattr(QuantizedLinear, "rounding", None)
     assert torch.equal(logits_of(model), found) and len(sizes) == in_all
+
+
+_LATENTS = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+_LATENTS |= {"num_attention_heads": 4, "num_key_value_heads": 4, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize("kernels", ["kernels.cpu", "kernels.gpu.operations"])
+@pytest.mark.parametrize(
+    ("family", "layer", "changes"),
+    [
+        ("mixtral", "model.layers.0.block_sparse_moe.experts.1.w3", SIZES),
+        ("deepseek-v2", "model.layers.0.self_attn.kv_b_proj", _LATENTS),
+    ],
+)
+def test_zeros_for_biases_are_left_out_wherever_a_writer_puts_them(
+    kernels: str, family: str, layer: str, changes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AutoGPTQ gives every layer some."""
+    monkeypatch.setitem(select._MODULES, "cpu", kernels)
+    made = make_family(family, tmp_path / "model", hidden_size=64, intermediate_size=96, num_hidden_layers=1, **changes)
+    quantised, _ = write_quantised(made, tmp_path, FORMATS["gptq-v1"])
+    tensors = load_file(path := quantised / "model.safetensors")
+    modules = [name.removesuffix(".scales") for name in tensors if name.endswith(".scales")]
+    biases = {f"{name}.bias": torch.zeros(tensors[f"{name}.scales"].shape[1]) for name in modules}
+    assert f"{layer}.bias" in biases
+    save_file(tensors | biases, path)
+    load(quantised, DEVICE if "gpu" in kernels else "cpu")
+    save_file(tensors | biases | {f"{layer}.bias": torch.ones_like(biases[f"{layer}.bias"])}, path)
+    with pytest.raises(ModelError, match=f"{layer}.bias is not zero, and the model has no place for it"):
+        load(quantised, DEVICE if "gpu" in kernels else "cpu")
 
 
 @pytest.mark.usefixtures("on_gpu_kernels")

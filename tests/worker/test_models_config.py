@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from kernels.cpu.library import library
 from worker_svc.models.config import ModelConfig, ModelError
@@ -59,6 +60,18 @@ def test_rope_is_read_as_new_and_as_old_files_write_it(tmp_path: Path, written: 
 def test_linear_rope(tmp_path: Path, scaling: dict[str, Any]) -> None:
     config = ModelConfig.from_folder(write(tmp_path, rope_scaling=scaling))
     assert config.style.ropes == (Rope(12, 10000.0, "linear", 2.0),)
+
+
+def test_a_factor_to_the_magnitude_of_yarn_is_part_of_it(tmp_path: Path) -> None:
+    """DeepSeek-R1-0528-Qwen3-8B cancels the usual one."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    for more, expected in (
+        ({}, 1.138629),
+        ({"attn_factor": 0.8782488562869419}, 1.0),
+        ({"attn_factor": 0.5, "attention_factor": 1.5}, 1.5),
+    ):
+        (rope,) = ModelConfig.from_folder(write(tmp_path, rope_scaling=scaling | more)).style.ropes
+        assert rope.magnitude == pytest.approx(expected, rel=1e-6)
 
 
 def test_gemma3_has_two_ropes_written_new_or_old(tmp_path: Path) -> None:
@@ -139,6 +152,22 @@ def test_dtype(
     assert ModelConfig.from_folder(write(tmp_path, torch_dtype=own), asked, device=device).dtype == expected
 
 
+@pytest.mark.parametrize(("arch", "expected"), [("LlamaForCausalLM", "float16"), ("PhiForCausalLM", "bfloat16")])
+def test_a_type_that_is_not_named_is_that_of_the_weights(tmp_path: Path, arch: str, expected: str) -> None:
+    """The embedding's; of a model that `transformers` computes, which has other names, the first matrix's."""
+    phi: dict[str, Any] = {"model_type": "phi"} if arch == "PhiForCausalLM" else {}
+    folder = write(tmp_path, architectures=[arch], **phi)
+    assert ModelConfig.from_folder(folder, device="cuda").dtype == torch.float32
+    bfloat16, float16 = (torch.zeros(2, 2, dtype=dtype) for dtype in (torch.bfloat16, torch.float16))
+    scale = torch.zeros(2, dtype=torch.float32)
+    save_file({"model.layers.0.a.scale": scale, "model.layers.0.b": bfloat16}, folder / "model-1-of-2.safetensors")
+    save_file({"model.embed_tokens.weight": float16}, folder / "model-2-of-2.safetensors")
+    assert str(ModelConfig.from_folder(folder, device="cuda").dtype) == f"torch.{expected}"
+    other = write(folder, architectures=[arch], torch_dtype="float8_e4m3fn", **phi)
+    assert str(ModelConfig.from_folder(other, device="cuda").dtype) == f"torch.{expected}"
+    assert ModelConfig.from_folder(write(folder, torch_dtype="float32"), device="cuda").dtype == torch.float32
+
+
 def test_max_model_len_may_be_shortened_only(tmp_path: Path) -> None:
     folder = write(tmp_path)
     assert ModelConfig.from_folder(folder, max_model_len=100).max_model_len == 100
@@ -147,8 +176,6 @@ def test_max_model_len_may_be_shortened_only(tmp_path: Path) -> None:
 
 
 def test_the_hash_follows_config_and_weights(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     def hashed(**changes: Any) -> str:
         return ModelConfig.from_folder(write(tmp_path, **changes)).model_hash
 

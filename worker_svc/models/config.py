@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from worker_svc.models.cache_scales.cache_scales import CacheScales
+from worker_svc.models.checkpoint.stored_dtype import stored_dtype
 from worker_svc.models.errors import ModelError
 from worker_svc.models.families.families import FAMILIES
 from worker_svc.models.quantized.checkpoint_format import CheckpointFormat
@@ -24,6 +25,8 @@ from worker_svc.models.transformers_config import read_config, sizes_of
 __all__ = ["DTYPES", "ModelConfig", "ModelError"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_UNSAID_DTYPES = {"GptOssForCausalLM": torch.bfloat16}  # of published models whose config.json does not say it
 
 _WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".bin")
 _BYTES_A_NUMBER = {"int8": 1, "int4": 5 / 8, "int4-128": 4.25 / 8, "fp8": 1}  # by `--quantization`
@@ -108,7 +111,8 @@ class ModelConfig:
     ) -> ModelConfig:
         """Read a Hugging Face folder.
 
-        `dtype` auto takes the checkpoint's own where the device multiplies it. On a CPU it takes float32 in place of
+        `dtype` auto takes the checkpoint's own, which is that of the embedding where config.json says nothing, where
+        the device multiplies it. On a CPU it takes float32 in place of
         float16, and of bfloat16 where the processor has no instructions for its products. A GGUF file's is float32 on
         a CPU, where its numbers are then exact, and bfloat16 on a GPU.
         `impl` auto takes Octavo's own code for the families it knows, else that of transformers (`trust_remote_code`:
@@ -143,7 +147,7 @@ class ModelConfig:
             max_model_len=_max_model_len(style, sizes.max_positions, max_model_len),
             tie_word_embeddings=sizes.tie_word_embeddings,
             style=style,
-            dtype=_dtype(raw, dtype, device, is_gguf=_is_gguf(folder)),
+            dtype=_dtype(raw, dtype, device, folder, architecture, style if impl == "octavo" else None),
             eos_token_ids=_eos_token_ids(raw, generation),
             model_name=folder.resolve().name,
             model_hash=_model_hash(folder),
@@ -181,19 +185,33 @@ def _is_gguf(folder: Path) -> bool:
     return any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))
 
 
-def _dtype(raw: RawConfig, asked: str, device: str, *, is_gguf: bool) -> torch.dtype:
+def _dtype(
+    raw: RawConfig, asked: str, device: str, folder: Path, architecture: str, style: DecoderStyle | None
+) -> torch.dtype:
+    """`style`: None where `transformers` computes the model."""
     if asked != "auto":
         if asked not in DTYPES:
             raise ModelError(f"dtype {asked!r} is not supported; known: auto, {', '.join(DTYPES)}")
         if asked == "float16" and torch.device(device).type == "cpu":
             raise ModelError("dtype float16 is not computed on a CPU; use float32 or bfloat16")
         return DTYPES[asked]
-    own = DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype") or "float32"), torch.float32)
+    own = _own_dtype(raw, folder, architecture, style)
     if torch.device(device).type != "cpu":
-        return torch.bfloat16 if is_gguf else own
+        return torch.bfloat16 if _is_gguf(folder) else own
     if own == torch.float16 or (own == torch.bfloat16 and not _has_pairs()):
         return torch.float32
     return own
+
+
+def _own_dtype(raw: RawConfig, folder: Path, architecture: str, style: DecoderStyle | None) -> torch.dtype:
+    if (named := str(raw.get("dtype") or raw.get("torch_dtype"))) in DTYPES:
+        return DTYPES[named]
+    # Not of any tensor: scales of quantised products have types of their own.
+    names = [f"{base}{style.names.embedding}.weight" for base in style.names.bases] if style is not None else []
+    stored = stored_dtype(folder, names)
+    if stored is None or stored not in DTYPES.values():
+        return _UNSAID_DTYPES.get(architecture, torch.float32)
+    return stored
 
 
 def _has_pairs() -> bool:

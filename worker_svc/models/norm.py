@@ -88,9 +88,12 @@ def normed_rows(
     return norm.rounded(rounding, x, residual)
 
 
-def take_norm(config: ModelConfig, weights: Weights, name: str, size: int, kernels: ModuleType) -> Norm:
-    """The norm over `size` elements whose weights the checkpoint has under `name`."""
+def take_norm(
+    config: ModelConfig, weights: Weights, name: str, size: int, kernels: ModuleType, eps: float | None = None
+) -> Norm:
+    """The norm over `size` elements whose weights the checkpoint has under `name`; `eps`: where not the style's."""
     style, weight = config.style, weights.take(f"{name}.weight", size)
+    eps = style.norm_eps if eps is None else eps
     if style.norm == "layer":
-        return LayerNorm(weight, weights.take(f"{name}.bias", size), style.norm_eps, kernels)
-    return RmsNorm(weight, style.norm_eps, style.norm_weight_offset, kernels)
+        return LayerNorm(weight, weights.take(f"{name}.bias", size), eps, kernels)
+    return RmsNorm(weight, eps, style.norm_weight_offset, kernels)

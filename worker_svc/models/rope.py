@@ -172,4 +172,6 @@ def _yarn_magnitude(factor: float, parameters: RawConfig) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     own, all_dims = parameters.number("mscale", 0.0), parameters.number("mscale_all_dim", 0.0)
-    return grown(own) / grown(all_dims) if own and all_dims else grown(1.0)
+    magnitude = grown(own) / grown(all_dims) if own and all_dims else grown(1.0)
+    # Unlike `attention_factor`, which stands for all of it; transformers passes over this key, vLLM and SGLang do not.
+    return magnitude * parameters.number("attn_factor", 1.0)

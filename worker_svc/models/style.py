@@ -48,6 +48,7 @@ class LatentStyle:
     value_size: int  # of a head
     query_latent_size: int  # of what all heads' queries are products of; 0: of the residual itself
     are_pairs: bool  # whether neighbours are turned together, rather than elements of two halves
+    norm_eps: float = 1e-6  # of the latents' norms: the published code's own, whatever `rms_norm_eps` says
 
     @property
     def cached_size(self) -> int:

@@ -92,9 +92,9 @@ def _read(folder: Path, name: str, tensor: StoredTensor, num_kv_heads: int) -> t
 
 
 def _check_scheme(folder: Path) -> None:
-    """Of compressed-tensors, which has caches of integers, too."""
+    """Of compressed-tensors, which has caches of integers, too; AutoFP8, which has none, writes a word here."""
     raw = RawConfig.read(folder / "config.json")
-    scheme = (raw.part("quantization_config") or raw.part("compression_config")).part("kv_cache_scheme")
-    if scheme and (scheme.get("num_bits"), scheme.get("type")) != (8, "float"):
+    scheme = (raw.part("quantization_config") or raw.part("compression_config")).get("kv_cache_scheme")
+    if isinstance(scheme, dict) and scheme and (scheme.get("num_bits"), scheme.get("type")) != (8, "float"):
         kind = f"{scheme.get('type')} of {scheme.get('num_bits')} bits"
         raise raw.error(f"kv_cache_scheme: its scales are for a cache of {kind}, not for kv_cache_dtype fp8")

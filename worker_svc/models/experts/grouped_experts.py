@@ -22,6 +22,7 @@ from worker_svc.models.experts.router import Router
 from worker_svc.models.mlp import activation
 from worker_svc.models.parts import ModelPart
 from worker_svc.models.quantized.fp8_store import Fp8Store
+from worker_svc.models.quantized.quantized_layer import drop_zero_biases
 from worker_svc.models.quantized.shaping import fit_together, side_by_side, some_outputs
 from worker_svc.models.style import DecoderStyle
 
@@ -113,7 +114,9 @@ def take_grouped_experts(
     else:
         inner, outer = (_plain(weights, prefixes, product) for product in (into, out_of))
     biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    if style.experts.are_biased:
+    if not style.experts.are_biased:
+        _drop_zero_biases(weights, prefixes, (into, out_of))
+    else:
         biases = _biases(weights, prefixes, into), _biases(weights, prefixes, out_of)
     return GroupedExperts(router, inner, outer, style, kernels, part.experts, multiply, biases)
 
@@ -168,6 +171,15 @@ def _biases(weights: Weights, prefixes: Sequence[str], product: _Product) -> tor
         return None
     taken = _taken(weights, prefixes, product, "bias")
     return torch.stack([product.in_order(bias) for bias in taken]) if product.num_turns > 1 else taken
+
+
+def _drop_zero_biases(weights: Weights, prefixes: Sequence[str], products: Sequence[_Product]) -> None:
+    """See `drop_zero_biases`; of the experts' products that are quantised."""
+    for product in products:
+        for prefix in prefixes:
+            names = [prefix + name for name in product.names]
+            if any(weights.format_of(f"{name}.weight") for name in names):
+                drop_zero_biases(weights, names, product.sizes)
 
 
 def _taken(

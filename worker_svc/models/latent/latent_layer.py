@@ -24,6 +24,7 @@ from worker_svc.models.parts import ModelPart
 from worker_svc.models.products.linear import take_linear
 from worker_svc.models.products.rows import Rows, applied
 from worker_svc.models.products.summed import Layer
+from worker_svc.models.quantized.quantized_layer import drop_zero_biases
 
 
 class LatentLayer(DecoderLayer):
@@ -44,7 +45,8 @@ class LatentLayer(DecoderLayer):
             query, inputs = names.query_up, latent.query_latent_size
             down = [prefix + names.query_down]
             self._query_down = take_linear(weights, down, [inputs], hidden, is_biased=style.qkv_bias)
-            self._query_norm = take_norm(config, weights, prefix + names.query_down_norm, inputs, self._kernels)
+            norm, eps = prefix + names.query_down_norm, latent.norm_eps
+            self._query_norm = take_norm(config, weights, norm, inputs, self._kernels, eps)
         sizes, outputs = [config.num_heads * latent.query_size], [rows_of_heads(latent.query_size)]
         self._query = take_linear(weights, [prefix + query], sizes, inputs, outputs=outputs)
         down = [prefix + names.key_down]
@@ -54,6 +56,7 @@ class LatentLayer(DecoderLayer):
         up, size = f"{prefix}{names.key_up}.weight", latent.plain_size + latent.value_size
         if kind := weights.format_of(up):
             weights.quantized.note_expanded(kind, "latent attention multiplies by its transpose")
+            drop_zero_biases(weights, [prefix + names.key_up], [config.num_heads * size])
         rows = [rows_of_heads(size)]
         both = weights.take_parts([up], [config.num_heads * size], latent.latent_size, rows=rows)
         keys, values = both.view(-1, size, latent.latent_size).split([latent.plain_size, latent.value_size], dim=1)
@@ -101,7 +104,7 @@ class LatentLayer(DecoderLayer):
             self.cos_sin,
             key_cache,
             attention.slot_mapping,
-            norm_eps=self._config.style.norm_eps,
+            norm_eps=latent.norm_eps,
             are_pairs=latent.are_pairs,
         )
         gathered = step.attended.view(-1, heads, latent.latent_size)
