@@ -159,6 +159,21 @@ def filled(content: bytes) -> Callable[[Path], None]:
     return write
 
 
+def test_what_stands_in_the_way_is_named(folder: Path, cache: Path) -> None:
+    start(folder)
+    (path,) = cache.iterdir()
+    path.unlink()
+    path.with_name(f"{path.name}.partial").mkdir()  # as a file of another user, but so for root as well
+    with capture_logs() as lines:
+        load_model(folder, ModelConfig.from_folder(folder, "float32", quantization="int8"), "cpu")
+    assert lines[-1] == {
+        "event": "quantised weights are not kept",
+        "path": f"{path}.partial",
+        "error": "Is a directory",
+        "log_level": "warning",
+    }
+
+
 def test_what_another_process_has_kept_meanwhile_is_not_written_again(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "kept"
     one, other = KeptFile(path), KeptFile(path)

@@ -122,7 +122,7 @@ class QuantizedStore:
             else:
                 log.info("quantised weights are kept by another process", path=path)
         except OSError as error:
-            log.warning("quantised weights are not kept", path=path, error=error.strerror)
+            log.warning("quantised weights are not kept", path=error.filename or path, error=error.strerror)
 
 
 def _digest(weight_files: Sequence[Path]) -> str:
