@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import platform
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,11 +73,14 @@ class Library:
     def __init__(self, level: str) -> None:
         self.level = level
         self.has_pairs = build.LEVELS[level].has_pairs
+        path = _path_of(level)
         try:
-            loaded = ctypes.CDLL(str(_path_of(level)))
-        except OSError:  # made for a newer C library than this machine has, as a wheel's may be
+            loaded = ctypes.CDLL(str(path))
+        except OSError:  # made for a newer C library than this machine has, as a wheel's may be, or damaged
             if os.environ.get(_LIBRARY):
                 raise
+            if path.parent == _own_folder():
+                path.unlink(missing_ok=True)
             loaded = ctypes.CDLL(str(build.library_of(level, _own_folder(), _log.warning)))
         for name, (result, arguments) in _DECLARED.items():
             function = getattr(loaded, name)
@@ -166,12 +170,13 @@ def _folder() -> Path:
 
 @cache
 def _own_folder() -> Path:
-    """`kernels` in Octavo's cache (`octavo.shared.cache`, which nothing here may import).
+    """`kernels-glibc-2.36` or the like in Octavo's cache (`octavo.shared.cache`, which nothing here may import):
+    machines with other C libraries may share a home.
 
     What lies in it is run as code: where others may write to it, a folder of this process alone.
     """
     given, of_user = os.environ.get("OCTAVO_CACHE"), os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(given or Path(of_user) / "octavo") / "kernels"
+    folder = Path(given or Path(of_user) / "octavo") / "-".join(["kernels", *filter(None, platform.libc_ver())])
     try:
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         status = folder.stat()

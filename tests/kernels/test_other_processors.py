@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from platform import libc_ver
 
 import pytest
 import torch
@@ -149,13 +150,78 @@ def test_a_library_goes_to_the_users_cache_where_the_package_cannot_be_written_t
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: path != own_sources and access(path, mode))
     path = library_module._path_of("plain")
-    assert path.exists() and path.parent == tmp_path / "cache" / "kernels"
+    assert path.exists() and path.parent == tmp_path / "cache" / "-".join(["kernels", *filter(None, libc_ver())])
     assert library_module._path_of("plain") == path
     path.parent.chmod(0o777)  # somebody else's code might lie there
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     library_module._own_folder.cache_clear()
     other = library_module._path_of("plain")
     assert other.exists() and other.parent.parent == tmp_path and library_module._path_of("plain") == other
+
+
+@pytest.fixture
+def shared_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
+    """Only the user's cache can be written to; a library that is compiled is a copy of the one in use. The libraries
+    that were compiled."""
+    real, level, compiled = library_module._path_of(library_module.library().level), library_module.library().level, []
+
+    def compile_at_once(level: str, folder: Path, *, is_sanitized: bool = False) -> None:
+        compiled.append(folder / real.name)
+        shutil.copy(real, compiled[-1])
+
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("KERNELS_CPU_LEVEL", level)
+    monkeypatch.setattr(build, "BUILT", tmp_path / "not there" / "built")
+    monkeypatch.setattr(build, "compile_library", compile_at_once)
+    library_module._own_folder.cache_clear()
+    yield compiled
+    library_module._own_folder.cache_clear()
+
+
+def test_machines_that_share_a_home_have_a_library_for_each_c_library(
+    shared_home: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    level, theirs = library_module.library().level, []
+    for version in ("2.36", "2.31"):
+        monkeypatch.setattr("platform.libc_ver", lambda version=version: ("glibc", version))
+        library_module._own_folder.cache_clear()
+        theirs.append(library_module._own_folder() / build.file_name(level))
+    theirs[0].write_bytes(b"of no use to a machine with another C library")
+    for _ in range(2):  # compiled, found
+        library_module.Library(level)
+    assert shared_home == theirs[1:] and theirs[0].exists()
+    assert [path.parent.name for path in theirs] == ["kernels-glibc-2.36", "kernels-glibc-2.31"]
+
+
+def test_a_damaged_library_in_the_users_cache_is_compiled_again(shared_home: list[Path]) -> None:
+    level = library_module.library().level
+    path = library_module._own_folder() / build.file_name(level)
+    path.touch()  # as after a crash of the machine
+    library_module.Library(level)
+    assert shared_home == [path]
+
+
+def test_what_a_compilation_left_that_was_killed_is_removed(tmp_path: Path, shared_home: list[Path]) -> None:
+    (tmp_path / "compiling-killed").mkdir()
+    (tmp_path / "compiling-killed" / "layers.o").touch()
+    (tmp_path / "something else").mkdir()
+    path = build.library_of(library_module.library().level, tmp_path, str)
+    assert path.exists() and {each.name for each in tmp_path.iterdir()} == {path.name, "lock", "something else"}
+
+
+def test_a_compilation_works_where_the_next_one_would_clean_up(
+    own_sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[str] = set()
+    run = build._run
+
+    def look(command: list[str]) -> None:
+        seen.update(path.name[: len("compiling-")] for path in own_sources.glob("built/*") if path.is_dir())
+        run(command)
+
+    monkeypatch.setattr(build, "_run", look)
+    build.library_of("plain", own_sources / "built", str)
+    assert seen == {"compiling-"}
 
 
 def test_of_workers_that_start_at_once_one_compiles_and_the_others_wait(

@@ -67,6 +67,13 @@ def shard(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
+def test_why_a_file_cannot_be_opened_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.symlink_to(path)  # which even root may not open, as others one without leave to
+    with pytest.raises(ModelError, match=r"cannot read .*model.safetensors.*Too many levels of symbolic links"):
+        open_checkpoint([path], "safetensors")
+
+
 def test_shards_are_the_same_model(original: Path, folder: Path) -> None:
     shard(folder)
     assert torch.equal(logits(load(folder)), logits(load(original)))

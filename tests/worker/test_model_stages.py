@@ -111,7 +111,7 @@ def test_stages_of_eight_bits_are_kept_apart(is_tied: bool, tmp_path: Path, monk
     for _ in range(2):  # made, and then found
         assert torch.equal(logits_of(Pipeline(folder, 2, quantization="int8"), [tokens(20)])[0], expected)
         kept = [path.stem.partition("-int8-")[2] for path in (tmp_path / "cache" / "quantized").iterdir()]
-        assert sorted(kept) == ["4", "4-layers-0-2", "4-layers-2-3"]
+        assert sorted(kept) == ["5", "5-layers-0-2", "5-layers-2-3"]
 
 
 @pytest.mark.parametrize("name", ["llama-yarn", "qwen3-moe-mixed"])

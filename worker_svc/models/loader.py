@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -103,7 +104,7 @@ def load_model(
     weights: Weights
     if load_format == "dummy":
         _check_memory(part, device, config.weights_bytes)
-        weights = DummyWeights(config.dtype, device, seed, _store(part, device, is_kept=False))
+        weights = DummyWeights(config.dtype, device, seed, _store(part, device))
         weights.weights_format, weights.names = config.weights_format, config.style.names
     else:
         weights = _checkpoint(Path(folder), part, device, load_format)
@@ -134,13 +135,15 @@ def check_quantization(config: ModelConfig, device: torch.device) -> None:
         )
 
 
-def _store(part: ModelPart, device: torch.device, *, is_kept: bool) -> QuantizedStore | Fp8Store | None:
-    """What quantises a model's products; `is_kept`: for later starts, too."""
+def _store(
+    part: ModelPart, device: torch.device, weight_files: Sequence[Path] = ()
+) -> QuantizedStore | Fp8Store | None:
+    """What quantises a model's products; those of files are kept for later starts."""
     if not part.whole.quantization:
         return None
     if part.whole.quantization == "fp8":
         return Fp8Store(kernels_for(device))
-    return QuantizedStore.of_model(part) if is_kept else QuantizedStore(part.whole)
+    return QuantizedStore.of_model(part, weight_files) if weight_files else QuantizedStore(part.whole)
 
 
 def _check_memory(part: ModelPart, device: torch.device, weights_bytes: int) -> None:
@@ -159,12 +162,12 @@ def _checkpoint(folder: Path, part: ModelPart, device: torch.device, load_format
         load_format = detect_format(folder)
     config, paths = part.whole, checkpoint_paths(folder, load_format)
     num_bytes = sum(path.stat().st_size for path in paths) // part.num_parts
+    store = _store(part, device, paths)  # which looks at the files' times before they are opened
     tensors = with_experts_apart(folder, config.style, open_checkpoint(paths, load_format))
     if config.weights_format is not None:
         tensors = with_quantized(folder, config.weights_format, tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if not is_cache_scale(name)}  # in `config` if wanted
     progress = ByteBar(f"loading {config.model_name}", num_bytes)
-    store = _store(part, device, is_kept=True)
     weights = CheckpointWeights(folder, tensors, config.dtype, device, progress, store)
     if device.type == "cpu":
         _check_memory(part, device, _peak_bytes(config, tensors, weights))

@@ -35,6 +35,7 @@ SANITIZED = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefin
 
 EMULATED = "amx-emulated"
 _EMULATION = ["-DEMULATE_TILES"]
+_SCRATCH = "compiling-"  # begins the name of a folder in which a library is put together
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,8 @@ def library_of(level: str, folder: Path, say: Callable[[str], object], *, is_san
     path = folder / file_name(level, is_sanitized=is_sanitized)
     if not path.exists():
         with _alone(folder, say):
+            for left in folder.glob(f"{_SCRATCH}*"):  # by a compilation that was killed: no other is under way
+                shutil.rmtree(left, ignore_errors=True)
             if not path.exists():
                 say(f"compiling CPU kernels for {level} into {folder}, once: some ten seconds")
                 compile_library(level, folder, is_sanitized=is_sanitized)
@@ -172,7 +175,7 @@ def compile_library(level: str, folder: Path, *, is_sanitized: bool = False) -> 
     compiler says."""
     command, flags = compiler(), [*FLAGS, *LEVELS[level].flags, *(SANITIZED if is_sanitized else [])]
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with tempfile.TemporaryDirectory(dir=folder, prefix=_SCRATCH) as scratch:
         sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: -path.stat().st_size)
         objects = [f"{scratch}/{path.stem}.o" for path in sources]
         commands = [[*command, *flags, "-c", str(path), "-o", out] for path, out in zip(sources, objects, strict=True)]

@@ -109,8 +109,9 @@ def _weight_map(index: Path) -> dict[str, str]:
 def _safetensors(path: Path) -> Iterator[tuple[str, StoredTensor]]:
     """The library checks the file; where each tensor lies is then read from the same header."""
     try:
+        file = OpenFile(path)  # before the library opens it, which calls any error "No such file"
         with safe_open(path, framework="pt", device="cpu"):
-            file = OpenFile(path)
+            pass
         with path.open("rb") as start:
             size = int.from_bytes(start.read(8), "little")
             header: dict[str, Any] = json.loads(start.read(size))

@@ -6,17 +6,18 @@ bits. It is no product of this store, which only says so (`keeps`). A float32 we
 (`few_bits_fit` finds it) keeps these, whatever is asked for (`Int4Linear`). Any other is quantised, expanded first
 where it has few bits: with int8 to eight bits (`Int8Linear`), with int4 to four, but for the head, which takes eight.
 
-The file lies in Octavo's cache, beside the models. Its name holds the model's hash, the type that the weights were read
-in, the quantisation and the version of the layout: a file that is there fits. It is written whole and then renamed. One
-that cannot be read or written costs time and nothing else.
+The file lies in Octavo's cache, beside the models. Its name holds the model's hash, the sizes and times of the files
+that have the weights, the type that these were read in, the quantisation and the version of the layout: a file that is
+there fits. One that cannot be read or written (`KeptFile`) costs time and nothing else.
 """
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import math
-import os
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,13 +36,14 @@ from worker_svc.models.errors import ModelError
 from worker_svc.models.parts import ModelPart
 from worker_svc.models.products.int4_linear import Int4Linear
 from worker_svc.models.products.int8_linear import Int8Linear
+from worker_svc.models.products.kept_file import KeptFile
 from worker_svc.models.quantized.stored_module import read_all
 
 log = structlog.get_logger()
 
 _Kept = TypeVar("_Kept", Int8Linear, Int4Linear)
-_LAYOUT_VERSION = 4  # to be counted up with every change of what is made of the same weights
-_PACKED, _SCALE, _RECORDS, _BIAS = "packed", "scale", "records", "bias"
+_LAYOUT_VERSION = 5  # to be counted up with every change of what is made of the same weights
+_PACKED, _SCALE, _RECORDS, _BIAS, _OUTPUTS = "packed", "scale", "records", "bias", "outputs"
 GROUPS = {"int4": 32, "int4-128": 128}  # inputs that share a scale; int8 has one an output
 
 
@@ -50,7 +52,7 @@ class QuantizedStore:
 
     def __init__(self, config: ModelConfig, path: Path | None = None) -> None:
         """For the quantization of `config`; `path` None keeps nothing for later starts."""
-        self._path, self._started_s = path, time.monotonic()
+        self._file, self._started_s = KeptFile(path) if path is not None else None, time.monotonic()
         self._quantization, self._group = config.quantization, GROUPS.get(config.quantization)
         self._heads = config.style.names.head, config.style.names.embedding  # the latter where it is tied
         self._may_have_four_bits = config.dtype == torch.float32
@@ -59,13 +61,14 @@ class QuantizedStore:
         self._stored: Tensors = _read(path) if path is not None else {}
 
     @classmethod
-    def of_model(cls, part: ModelPart) -> QuantizedStore:
-        """The store of a checkpoint's products, or of those of a stage."""
+    def of_model(cls, part: ModelPart, weight_files: Sequence[Path]) -> QuantizedStore:
+        """The store of a checkpoint's products, or of those of a stage; its files have yet to be opened."""
         config, layers = part.whole, part.layers
         dtype = str(config.dtype).removeprefix("torch.")
         of_stage = f"-layers-{layers.start}-{layers.stop}" if part.stages.count > 1 else ""
         kind = f"{dtype}-{config.quantization}-{_LAYOUT_VERSION}{of_stage}"
-        return cls(config, cache_dir() / "quantized" / f"{config.model_hash[:32]}-{kind}.safetensors")
+        name = f"{config.model_hash[:32]}-{_digest(weight_files)}-{kind}.safetensors"
+        return cls(config, cache_dir() / "quantized" / name)
 
     def keeps(self, numbers: Numbers) -> bool:
         """Whether a weight that the checkpoint has in these stays as it is, and only rows are rounded."""
@@ -73,15 +76,17 @@ class QuantizedStore:
 
     def find(self, name: str, out_features: int, in_features: int) -> Int8Linear | Int4Linear | None:
         """The product that an earlier start kept; None where there is none of these sizes."""
-        stored = {part: self._stored.pop(f"{name}.{part}", None) for part in (_PACKED, _SCALE, _RECORDS, _BIAS)}
+        stored = {part: self._stored.get(f"{name}.{part}") for part in (_PACKED, _SCALE, _RECORDS, _BIAS, _OUTPUTS)}
         if stored[_PACKED] is None:
             return None
         try:
+            outputs = _small(stored[_OUTPUTS], 1, torch.int32)
+            if outputs is None or int(outputs) != out_features:
+                return None  # what has this name is a part of the product, kept by itself
             product = _product(stored, out_features, in_features, self._memory)
-        except (ModelError, ValueError, ZeroDivisionError) as error:  # the last of a group of no inputs
-            log.warning(
-                "a kept product is damaged, and is made again", product=name, path=str(self._path), error=str(error)
-            )
+        except (ModelError, OSError, ValueError, ZeroDivisionError) as error:  # the last of a group of no inputs
+            path = None if self._file is None else str(self._file.path)
+            log.warning("a kept product is damaged, and is made again", product=name, path=path, error=str(error))
             return None
         self._products[name] = product
         return product
@@ -105,33 +110,32 @@ class QuantizedStore:
     def finish(self) -> None:
         """All products are made or found: writes the file unless it had them all."""
         products, self._products, self._stored = self._products, {}, {}
-        if self._path is None or not self._num_made:
+        if self._file is None or not self._num_made:
             return
         seconds = round(time.monotonic() - self._started_s, 2)
-        log.info(
-            f"weights quantised to {self._quantization}",
-            products=self._num_made,
-            seconds=seconds,
-            kept_in=str(self._path),
-        )
-        partial = self._path.with_name(f"{self._path.name}.{os.getpid()}.partial")
+        log.info(f"weights quantised to {self._quantization}", products=self._num_made, seconds=seconds)
+        path, tensors = str(self._file.path), _tensors(products)
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_safetensors(partial, _tensors(products))
-            partial.replace(self._path)
+            num_bytes = sum(tensor.num_bytes for tensor in tensors)
+            if self._file.write(num_bytes, partial(write_safetensors, tensors=tensors)):
+                log.info("quantised weights are kept for later starts", path=path)
+            else:
+                log.info("quantised weights are kept by another process", path=path)
         except OSError as error:
-            log.warning("quantised weights are not kept", path=str(self._path), error=error.strerror)
-            with contextlib.suppress(OSError):
-                partial.unlink()
+            log.warning("quantised weights are not kept", path=error.filename or path, error=error.strerror)
+
+
+def _digest(weight_files: Sequence[Path]) -> str:
+    """Of names, sizes and times: the model's hash has samples of the weights, and may miss what was edited in place."""
+    facts = [(path.name, (status := path.stat()).st_size, status.st_mtime_ns) for path in weight_files]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def _read(path: Path) -> Tensors:
     """Everything in the file."""
-    if not path.exists():
-        return {}
     try:
-        return open_checkpoint([path], "safetensors")
-    except ModelError as error:
+        return open_checkpoint([path], "safetensors") if path.exists() else {}
+    except (ModelError, OSError) as error:  # the latter where one may not look into its folder
         log.warning("quantised weights cannot be read, and are made again", path=str(path), error=str(error))
         return {}
 
@@ -144,8 +148,11 @@ def _tensors(products: dict[str, Int8Linear | Int4Linear]) -> list[PendingTensor
             records = product.weight.records
             format_ = torch.tensor([records.codes, records.scale, records.offset, records.group], dtype=torch.int32)
             parts |= {_PACKED: product.weight.packed, _RECORDS: format_}
+            outputs = product.weight.out_features
         else:
             parts |= {_PACKED: product.packed, _SCALE: product.scale}
+            outputs = len(product.scale)
+        parts[_OUTPUTS] = torch.tensor([outputs], dtype=torch.int32)
         for part, tensor in parts.items():
             if tensor is not None:
                 pending.append(PendingTensor(f"{name}.{part}", tuple(tensor.shape), tensor.numpy, _TYPES[tensor.dtype]))
