@@ -1,4 +1,4 @@
-"""How attention is cut for threads: by query heads where there are fewer other items than threads, with the same bits."""
+"""How attention is cut for threads: by query heads where there are fewer other items than threads. No bit changes."""
 
 from __future__ import annotations
 

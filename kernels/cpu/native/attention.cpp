@@ -2,7 +2,7 @@
 //
 // Kwon et al. 2023 (arXiv:2309.06180) for the paged cache; Milakov and Gimelshein 2018 (arXiv:1805.02867) for the
 // softmax that is computed tile by tile with a running maximum and sum. An item is a tile of query tokens and some
-// query heads of one key/value head: all of its group, or a part where there would be fewer items than threads. These
+// query heads of one key/value head: all of its group, or a slice where there would be fewer items than threads. These
 // make its rows:
 //
 //     rows [tokens x heads]  q -------- . K^T of 64 keys ---> scores [rows, 64] --- softmax, running m, l ---> p
@@ -51,7 +51,7 @@ i64 common_keys(const int32_t *table, const int32_t *other, i64 limit, i64 block
     return smaller(keys, limit) / KEYS * KEYS;
 }
 
-i64 parts_of(i64 count, i64 size) { return (count + size - 1) / size; }
+i64 ceil_div(i64 count, i64 size) { return (count + size - 1) / size; }
 i64 query_len(const Attention &a, i64 s) { return a.query_starts[s + 1] - a.query_starts[s]; }
 i64 group_of(const Attention &a) { return a.num_heads / a.cache.num_kv_heads; }
 
@@ -85,15 +85,15 @@ i64 position_of(const Attention &a, const QueryTile &tile, i64 row) {
     return a.seq_lens[s] - (a.query_starts[s + 1] - tile.token) + row;
 }
 
-// How the query heads of a key/value head are cut, each part of which reads all keys: only where there are fewer items
+// How the query heads of a key/value head are cut, each slice of which reads all keys: only where there are fewer items
 // than threads, and not finer than rows are multiplied at once.
 struct HeadCut {
-    i64 group, size, parts;  // query heads of all parts, of one (the last may have fewer), and how many there are
+    i64 group, size, slices;  // query heads of a key/value head, and of a slice (the last may have fewer)
 
     HeadCut(const Attention &a, i64 num_tiles, i64 threads) : group(group_of(a)) {
-        i64 items = larger(1, num_tiles * a.cache.num_kv_heads);
-        size = smaller(group, parts_of(parts_of(group, parts_of(threads, items)), ROWS) * ROWS);
-        parts = parts_of(group, size);
+        i64 uncut = larger(1, num_tiles * a.cache.num_kv_heads), wanted = ceil_div(threads, uncut);
+        size = smaller(group, ceil_div(ceil_div(group, wanted), ROWS) * ROWS);
+        slices = ceil_div(group, size);
     }
 };
 struct Heads {  // of an item: query heads `first` .. first + count - 1
@@ -454,9 +454,9 @@ struct Walk {
     bool may_stay;
     Parts parts;
 
-    i64 items_of_tile() const { return a.cache.num_kv_heads * cut.parts; }
+    i64 items_of_tile() const { return a.cache.num_kv_heads * cut.slices; }
     Heads heads_of(i64 item) const {
-        i64 head = item % items_of_tile() / cut.parts, first = item % cut.parts * cut.size;
+        i64 head = item % items_of_tile() / cut.slices, first = item % cut.slices * cut.size;
         return {head, head * cut.group + first, smaller(cut.size, cut.group - first)};
     }
 
@@ -480,8 +480,7 @@ struct Walk {
         for (i64 phase = tile.shared_keys ? 0 : 1; phase <= tile.num_sequences; phase++) {
             Keys keys = keys_of(a, tile, phase);
             i64 first_row = 0, end_row = rows.count;
-            if (phase && tile.num_sequences > 1)
-                first_row = (phase - 1) * heads.count, end_row = phase * heads.count;
+            if (phase && tile.num_sequences > 1) first_row = (phase - 1) * heads.count, end_row = phase * heads.count;
             for (; keys.first < keys.end; keys.first += KEYS) {
                 if (keys.first && keys.first % SEGMENT == 0) end_segment(rows, first_row, end_row);
                 if (may_stay && end_row - first_row <= FEW_ROWS) {
@@ -591,13 +590,13 @@ void attend_to(Team &team, const Attention &a, const QueryTile *tiles, i64 num_t
 }  // namespace
 
 i64 attention_items(const Attention &a, i64 num_tiles, i64 threads) {
-    return num_tiles * a.cache.num_kv_heads * HeadCut(a, num_tiles, threads).parts;
+    return num_tiles * a.cache.num_kv_heads * HeadCut(a, num_tiles, threads).slices;
 }
 
 i64 most_tiles(const Attention &a) {
     i64 count = 0;
     for (i64 s = 0; s < a.num_sequences; s++)
-        count += parts_of(query_len(a, s), tile_of(a, query_len(a, s))) + a.seq_lens[s] / SEGMENT;
+        count += ceil_div(query_len(a, s), tile_of(a, query_len(a, s))) + a.seq_lens[s] / SEGMENT;
     return count;
 }
 
@@ -609,7 +608,7 @@ i64 cut_tiles(const Attention &a, QueryTile *tiles) {
         if (members > 1) length = members;
         QueryTile tile = {s, members, a.query_starts[s], 1, members > 1 ? shared : 0, 0, 0, 0, 0};
         Keys keys = keys_of(a, tile, 1);
-        i64 segment = keys.first / SEGMENT, num_segments = parts_of(keys.end, SEGMENT) - segment;
+        i64 segment = keys.first / SEGMENT, num_segments = ceil_div(keys.end, SEGMENT) - segment;
         if (length == 1 && num_segments > 1) {
             tile.num_segments = num_segments, tile.first_part = num_parts;
             for (i64 end = segment + num_segments; segment < end; segment++) {
