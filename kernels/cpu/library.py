@@ -34,6 +34,7 @@ _DECLARED = {
     "octavo_quantize_eight_bits": (None, [_PLACE, _PLACE, _I64, _PLACE, *[_I64] * 4]),
     "octavo_quantize_four_bits": (None, [_PLACE, _I64, _PLACE, *[_I64] * 6]),
     "octavo_paged_attention": (None, [_PLACE, _I64]),
+    "octavo_count_attention_items": (_I64, [_PLACE, _I64]),
     "octavo_rms_norm": (None, [_I64, _PLACE, _PLACE, _PLACE, _PLACE, _I64, _I64, _FLOAT, _FLOAT, _I64]),
     "octavo_silu_and_mul": (None, [_I64, _PLACE, _PLACE, _I64, _I64, _I64]),
     "octavo_clamped_swiglu": (None, [_I64, _PLACE, _PLACE, _I64, _I64, _FLOAT, _FLOAT, _I64]),

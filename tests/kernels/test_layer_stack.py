@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from kernels.cpu.layers import layer_stack
 from kernels.cpu.layers.layer_stack import LayerStack, LayerWeights, StackStep
 from kernels.cpu.layers.layer_workspace import StackShape
 from kernels.cpu.products.layer_product import Product
@@ -118,3 +121,14 @@ def test_every_pass_writes_to_the_caches_that_it_is_given() -> None:
             assert caches[0][1].count_nonzero() == 8
             results.append(caches[0][1].clone())
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_a_pass_wakes_no_more_threads_than_its_phases_have_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a pass of two rows by products of one panel; seen in a child, which begins without threads."""
+    monkeypatch.setattr(layer_stack, "num_threads", lambda: 8)
+    child = os.fork()
+    if child == 0:
+        run()
+        names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+        os._exit(names.count("octavo-kernels\n"))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1

@@ -1,10 +1,11 @@
 // Paged attention: formula and arguments as in `kernels.oracles.reference.paged_attention`.
 //
 // Kwon et al. 2023 (arXiv:2309.06180) for the paged cache; Milakov and Gimelshein 2018 (arXiv:1805.02867) for the
-// softmax that is computed tile by tile with a running maximum and sum. An item is a tile of query tokens and a
-// key/value head; the query heads of the group make its rows:
+// softmax that is computed tile by tile with a running maximum and sum. An item is a tile of query tokens and some
+// query heads of one key/value head: all of its group, or a slice where there would be fewer items than threads. These
+// make its rows:
 //
-//     rows [tokens x group]  q -------- . K^T of 64 keys ---> scores [rows, 64] --- softmax, running m, l ---> p
+//     rows [tokens x heads]  q -------- . K^T of 64 keys ---> scores [rows, 64] --- softmax, running m, l ---> p
 //                                                             acc [rows, head] <--- rescaled, + p . V of 64 keys
 //
 // A tile meets its keys in phases: what all its sequences have in common, once, then what each has of its own:
@@ -20,9 +21,9 @@
 //
 // Every row's sums run in one order: over the head's elements, over key tiles that start at multiples of 64, over their
 // keys. Segments of 2,048 keys, which start at multiples of that, have a softmax each; these are put together in order
-// (Dao et al. 2023, "Flash-Decoding"), so that threads can share the keys of a single token. Masked keys add exact zeros,
-// as long as their values are finite. So a row's result does not depend on the rows beside it, nor on whether its token is
-// computed alone, within a prompt, within a chunk or over a shared prefix: bit for bit.
+// (Dao et al. 2023, "Flash-Decoding"), so that threads can share the keys of a single token. Masked keys add exact
+// zeros, as long as their values are finite. So a row's result does not depend on the rows beside it, nor on whether
+// its token is computed alone, within a prompt, within a chunk or over a shared prefix: bit for bit.
 #include "attention.h"
 
 namespace {
@@ -30,10 +31,11 @@ namespace {
 const i64 KEYS = 64;  // of a tile
 const i64 RUN = 16;   // keys that lie one after the other in the cache, where blocks are multiples of it
 const i64 RUNS = KEYS / RUN;
-// Tokens of a prompt; more leaves the threads of short prompts too few. A longer one copies each key for twice as many.
 const i64 SEGMENT = 2048;  // keys: 1 MB of 128 numbers each, more than a thread waits for
+// Tokens of a prompt; more leaves the threads of short prompts too few. A longer one copies each key for twice as many.
 const i64 QUERY_TILE = 32, LONG_QUERY = 512, TILE_OF_LONG_QUERY = 64;
 const i64 SHARED_TILE = 16;  // sequences over a common prefix
+const i64 MOST_ROWS = 512;   // of a tile, unless one token has more: 64 tokens of 8 heads, or 4 of 128
 const int ROWS = 4;          // multiplied at once where keys lie: 4 x 4 sums and 4 vectors of keys or values
 const int MANY_ROWS = HAS_WIDE_REGISTERS ? 6 : 4;  // and by a copy: 6 x 4 sums, for 10 loads
 const int COLUMNS = HAS_WIDE_REGISTERS ? 4 : 1;
@@ -49,15 +51,22 @@ i64 common_keys(const int32_t *table, const int32_t *other, i64 limit, i64 block
     return smaller(keys, limit) / KEYS * KEYS;
 }
 
+i64 ceil_div(i64 count, i64 size) { return (count + size - 1) / size; }
 i64 query_len(const Attention &a, i64 s) { return a.query_starts[s + 1] - a.query_starts[s]; }
-i64 tile_of(i64 query_len) { return query_len < LONG_QUERY ? QUERY_TILE : TILE_OF_LONG_QUERY; }
+i64 group_of(const Attention &a) { return a.num_heads / a.cache.num_kv_heads; }
+
+// Tokens of a tile of so many, or fewer if their rows would be too many.
+i64 tokens_of(const Attention &a, i64 most) { return smaller(most, larger(1, MOST_ROWS / group_of(a))); }
+i64 tile_of(const Attention &a, i64 query_len) {
+    return tokens_of(a, query_len < LONG_QUERY ? QUERY_TILE : TILE_OF_LONG_QUERY);
+}
 
 // How many sequences from s on are decoded together, and the keys that they share.
 i64 members_of(const Attention &a, i64 s, i64 &shared) {
-    i64 members = 1;
+    i64 members = 1, most = tokens_of(a, SHARED_TILE);
     shared = a.seq_lens[s];
     // With a window each sequence has a first key of its own.
-    while (query_len(a, s) == 1 && a.window == 0 && members < SHARED_TILE && s + members < a.num_sequences) {
+    while (query_len(a, s) == 1 && a.window == 0 && members < most && s + members < a.num_sequences) {
         i64 other = s + members;
         if (query_len(a, other) != 1) break;
         i64 common = common_keys(a.block_tables + s * a.tables_stride, a.block_tables + other * a.tables_stride,
@@ -75,6 +84,21 @@ i64 position_of(const Attention &a, const QueryTile &tile, i64 row) {
     if (tile.num_sequences > 1) return a.seq_lens[s + row] - 1;
     return a.seq_lens[s] - (a.query_starts[s + 1] - tile.token) + row;
 }
+
+// How the query heads of a key/value head are cut, each slice of which reads all keys: only where there are fewer items
+// than threads, and not finer than rows are multiplied at once.
+struct HeadCut {
+    i64 group, size, slices;  // query heads of a key/value head, and of a slice (the last may have fewer)
+
+    HeadCut(const Attention &a, i64 num_tiles, i64 threads) : group(group_of(a)) {
+        i64 uncut = larger(1, num_tiles * a.cache.num_kv_heads), wanted = ceil_div(threads, uncut);
+        size = smaller(group, ceil_div(ceil_div(group, wanted), ROWS) * ROWS);
+        slices = ceil_div(group, size);
+    }
+};
+struct Heads {  // of an item: query heads `first` .. first + count - 1
+    i64 of_keys, first, count;
+};
 
 struct Keys {
     i64 sequence, first, end;
@@ -334,8 +358,8 @@ struct Rows {  // of an item
     i64 count, padded;
 };
 
-Rows make_rows(const Attention &a, const QueryTile &tile, i64 group, i64 padded) {
-    i64 count = tile.count * group;
+Rows make_rows(const Attention &a, const QueryTile &tile, Heads heads, i64 padded) {
+    i64 count = tile.count * heads.count;
     i64 numbers = 3 * count * padded + larger(count, ROWS) * KEYS + 2 * KEYS * padded;
     char *memory = (char *)scratch(OF_ITEM, numbers * 4 + count * (i64)(2 * sizeof(Running) + 8));
     auto take = [&](i64 numbers) {
@@ -358,7 +382,7 @@ Rows make_rows(const Attention &a, const QueryTile &tile, i64 group, i64 padded)
     rows.total = rows.running + count;
     memset(rows.acc, 0, 2 * count * padded * 4);  // and `total_acc` behind it
     for (i64 row = 0; row < count; row++) {
-        rows.positions[row] = position_of(a, tile, row / group);
+        rows.positions[row] = position_of(a, tile, row / heads.count);
         rows.running[row] = rows.total[row] = {NO_MAXIMUM, 0.0f};
     }
     return rows;
@@ -391,27 +415,27 @@ void end_segment(Rows &rows, i64 first_row, i64 end_row) {
 }
 
 // Element `d` of the head of a row lies at this distance.
-i64 place_of(i64 stride, i64 size, const QueryTile &tile, i64 head, i64 group, i64 row) {
-    return (tile.token + row / group) * stride + (head * group + row % group) * size;
+i64 place_of(i64 stride, i64 size, const QueryTile &tile, Heads heads, i64 row) {
+    return (tile.token + row / heads.count) * stride + (heads.first + row % heads.count) * size;
 }
 
 template <class T>
-void read_query(const Attention &a, const QueryTile &tile, i64 head, i64 group, Rows &rows) {
+void read_query(const Attention &a, const QueryTile &tile, Heads heads, Rows &rows) {
     for (i64 row = 0; row < rows.count; row++) {
-        const T *from = (const T *)a.query + place_of(a.query_stride, a.cache.head_size, tile, head, group, row);
+        const T *from = (const T *)a.query + place_of(a.query_stride, a.cache.head_size, tile, heads, row);
         each_vector(a.cache.head_size, [&](i64 d, i64 count) INLINED {
             store(rows.q + row * rows.padded + d, load_some(from + d, count) * splat(a.scale));
         });
     }
 }
 template <class T>
-void write_out(const Attention &a, const QueryTile &tile, i64 head, i64 group, const Rows &rows) {
+void write_out(const Attention &a, const QueryTile &tile, Heads heads, const Rows &rows) {
     for (i64 row = 0; row < rows.count; row++) {
-        T *to = (T *)a.out + place_of(a.out_stride, a.cache.head_size, tile, head, group, row);
+        T *to = (T *)a.out + place_of(a.out_stride, a.cache.head_size, tile, heads, row);
         Running running = rows.total[row];
         if (a.sinks) {
             float lanes[LANES];
-            store(lanes, exp_of(splat(a.sinks[head * group + row % group] - running.maximum)));
+            store(lanes, exp_of(splat(a.sinks[heads.first + row % heads.count] - running.maximum)));
             running.sum += lanes[0];
         }
         F share = splat(1.0f / running.sum);  // NaN where all scores are -inf
@@ -425,57 +449,66 @@ template <class S>
 struct Walk {
     const Attention &a;
     const QueryTile *tiles;
-    i64 group, padded;
+    HeadCut cut;
+    i64 padded;
     bool may_stay;
     Parts parts;
 
+    i64 items_of_tile() const { return a.cache.num_kv_heads * cut.slices; }
+    Heads heads_of(i64 item) const {
+        i64 head = item % items_of_tile() / cut.slices, first = item % cut.slices * cut.size;
+        return {head, head * cut.group + first, smaller(cut.size, cut.group - first)};
+    }
+
     // Where the keys lie that come after these: of this phase, of this item's next, or of the next item; or these.
     Place<S> next_place(i64 item, i64 end, i64 phase, Keys keys, const Place<S> &here) const {
-        i64 heads = a.cache.num_kv_heads;
-        const QueryTile &tile = tiles[item / heads];
-        if (keys.first + KEYS < keys.end) return find<S>(a, item % heads, {keys.sequence, keys.first + KEYS, keys.end});
-        if (phase < tile.num_sequences) return find<S>(a, item % heads, keys_of(a, tile, phase + 1));
+        i64 head = heads_of(item).of_keys;
+        const QueryTile &tile = tiles[item / items_of_tile()];
+        if (keys.first + KEYS < keys.end) return find<S>(a, head, {keys.sequence, keys.first + KEYS, keys.end});
+        if (phase < tile.num_sequences) return find<S>(a, head, keys_of(a, tile, phase + 1));
         if (item + 1 >= end) return here;
-        const QueryTile &other = tiles[(item + 1) / heads];
-        return find<S>(a, (item + 1) % heads, keys_of(a, other, other.shared_keys ? 0 : 1));
+        const QueryTile &other = tiles[(item + 1) / items_of_tile()];
+        return find<S>(a, heads_of(item + 1).of_keys, keys_of(a, other, other.shared_keys ? 0 : 1));
     }
 
     void item(i64 number, i64 end) const {
-        i64 heads = a.cache.num_kv_heads, head = number % heads;
-        const QueryTile &tile = tiles[number / heads];
-        Rows rows = make_rows(a, tile, group, padded);
-        if (a.element == FLOAT32) read_query<float>(a, tile, head, group, rows);
-        else read_query<Bfloat16>(a, tile, head, group, rows);
+        Heads heads = heads_of(number);
+        const QueryTile &tile = tiles[number / items_of_tile()];
+        Rows rows = make_rows(a, tile, heads, padded);
+        if (a.element == FLOAT32) read_query<float>(a, tile, heads, rows);
+        else read_query<Bfloat16>(a, tile, heads, rows);
         for (i64 phase = tile.shared_keys ? 0 : 1; phase <= tile.num_sequences; phase++) {
             Keys keys = keys_of(a, tile, phase);
             i64 first_row = 0, end_row = rows.count;
-            if (phase && tile.num_sequences > 1) first_row = (phase - 1) * group, end_row = phase * group;
+            if (phase && tile.num_sequences > 1) first_row = (phase - 1) * heads.count, end_row = phase * heads.count;
             for (; keys.first < keys.end; keys.first += KEYS) {
                 if (keys.first && keys.first % SEGMENT == 0) end_segment(rows, first_row, end_row);
                 if (may_stay && end_row - first_row <= FEW_ROWS) {
-                    Place<S> here = find<S>(a, head, keys);
-                    meet_in_place(rows, head, first_row, end_row, here, next_place(number, end, phase, keys, here));
+                    Place<S> here = find<S>(a, heads.of_keys, keys);
+                    meet_in_place(rows, heads, first_row, end_row, here, next_place(number, end, phase, keys, here));
                 } else {
-                    meet_copy(rows, head, first_row, end_row, keys);
+                    meet_copy(rows, heads, first_row, end_row, keys);
                 }
             }
         }
         end_segment(rows, 0, rows.count);
-        if (tile.num_segments && !is_last_part(tile, head, rows)) return;
-        if (a.element == FLOAT32) write_out<float>(a, tile, head, group, rows);
-        else write_out<Bfloat16>(a, tile, head, group, rows);
+        if (tile.num_segments && !is_last_part(tile, heads, rows)) return;
+        if (a.element == FLOAT32) write_out<float>(a, tile, heads, rows);
+        else write_out<Bfloat16>(a, tile, heads, rows);
     }
 
     // Leaves the total of a tile's segment with those of the others; who comes last gets them all together.
-    bool is_last_part(const QueryTile &tile, i64 head, Rows &rows) const {
-        i64 first = tile.first_part, heads = a.cache.num_kv_heads;
-        auto place_of_part = [&](i64 part) { return parts.numbers + (part * heads + head) * group * (padded + LANES); };
+    bool is_last_part(const QueryTile &tile, Heads heads, Rows &rows) const {
+        i64 first = tile.first_part;
+        auto place_of_part = [&](i64 part) {
+            return parts.numbers + (part * a.num_heads + heads.first) * (padded + LANES);
+        };
         float *place = place_of_part(tile.part);
         for (i64 row = 0; row < rows.count; row++, place += padded + LANES) {
             memcpy(place, rows.total_acc + row * padded, padded * 4);
             memcpy(place + padded, rows.total + row, sizeof(Running));
         }
-        int32_t *num_done = parts.num_done + first * heads + head;
+        int32_t *num_done = parts.num_done + first * a.num_heads + heads.first;
         if (count_on(num_done, 1) + 1 < tile.num_segments) return false;
         *num_done = 0;
         for (i64 row = 0; row < rows.count; row++) {
@@ -495,15 +528,15 @@ struct Walk {
         return smaller(end, rows.positions[row + count - 1] + 1) - first;
     }
 
-    void weigh_rows(Rows &rows, i64 head, i64 row, i64 count, i64 first_key, float *scores) const {
+    void weigh_rows(Rows &rows, Heads heads, i64 row, i64 count, i64 first_key, float *scores) const {
         for (i64 r = 0; r < count; r++, scores += KEYS) {
-            float slope = a.slopes ? a.slopes[head * group + (row + r) % group] : 0.0f;
+            float slope = a.slopes ? a.slopes[heads.first + (row + r) % heads.count] : 0.0f;
             mask(scores, first_key - rows.positions[row + r], slope, a.window, a.soft_cap);
             weigh(scores, rows.running[row + r], rows.acc + (row + r) * padded, padded);
         }
     }
 
-    void meet_in_place(Rows &rows, i64 head, i64 first_row, i64 end_row, const Place<S> &here,
+    void meet_in_place(Rows &rows, Heads heads, i64 first_row, i64 end_row, const Place<S> &here,
                        const Place<S> &next) const {
         for (i64 row = first_row; row < end_row; row += ROWS) {
             i64 count = smaller(ROWS, end_row - row), num_keys = keys_seen(rows, row, count, here.first, here.end);
@@ -512,7 +545,7 @@ struct Walk {
             with_rows<ROWS>(count, [&](auto number) {
                 const int NUM = decltype(number)::value;
                 score_in_place<NUM>(rows.q + row * padded, padded, here, here.values, here.starts, rows.scores);
-                weigh_rows(rows, head, row, count, here.first, rows.scores);
+                weigh_rows(rows, heads, row, count, here.first, rows.scores);
                 add_in_place<NUM>(rows.scores, here, padded, num_keys, rows.acc + row * padded, after.keys,
                                   after.starts);
             });
@@ -520,7 +553,7 @@ struct Walk {
     }
 
     // Each step for all rows, so that keys, and then values, stay in the first cache level.
-    void meet_copy(Rows &rows, i64 head, i64 first_row, i64 end_row, Keys keys) const {
+    void meet_copy(Rows &rows, Heads heads, i64 first_row, i64 end_row, Keys keys) const {
         i64 end = smaller(keys.end, keys.first + KEYS);
         auto each = [&](auto run) {
             for (i64 row = first_row; row < end_row; row += MANY_ROWS) {
@@ -528,16 +561,16 @@ struct Walk {
                 if (num_keys > 0) with_rows<MANY_ROWS>(count, [&](auto number) { run(number, row, num_keys); });
             }
         };
-        copy_lines<S>(a, (const S *)a.cache.keys, head, keys, padded, rows.lines);
+        copy_lines<S>(a, (const S *)a.cache.keys, heads.of_keys, keys, padded, rows.lines);
         turn_lines(rows.lines, end - keys.first, padded, rows.keys);
         each([&](auto number, i64 row, i64 num_keys) {
             const int NUM = decltype(number)::value;
             float *scores = rows.scores + row * KEYS;
             add_products<NUM>(rows.q + row * padded, padded, rows.keys, KEYS, false, scores, KEYS, a.cache.head_size,
                               (num_keys + LANES - 1) / LANES * LANES);
-            weigh_rows(rows, head, row, NUM, keys.first, scores);
+            weigh_rows(rows, heads, row, NUM, keys.first, scores);
         });
-        copy_lines<S>(a, (const S *)a.cache.values, head, keys, padded, rows.lines);
+        copy_lines<S>(a, (const S *)a.cache.values, heads.of_keys, keys, padded, rows.lines);
         each([&](auto number, i64 row, i64 num_keys) {
             const int NUM = decltype(number)::value;
             add_products<NUM>(rows.scores + row * KEYS, KEYS, rows.lines, padded, true, rows.acc + row * padded, padded,
@@ -549,17 +582,21 @@ struct Walk {
 template <class S>
 void attend_to(Team &team, const Attention &a, const QueryTile *tiles, i64 num_tiles, Parts parts) {
     i64 padded = (a.cache.head_size + LANES - 1) / LANES * LANES;
-    Walk<S> walk = {a, tiles, a.num_heads / a.cache.num_kv_heads, padded,
-                    padded == a.cache.head_size && a.cache.block_size % RUN == 0, parts};
-    share(team, num_tiles * a.cache.num_kv_heads, [&](i64 item, i64 end) { walk.item(item, end); });
+    bool may_stay = padded == a.cache.head_size && a.cache.block_size % RUN == 0;
+    Walk<S> walk = {a, tiles, HeadCut(a, num_tiles, team.threads), padded, may_stay, parts};
+    share(team, num_tiles * walk.items_of_tile(), [&](i64 item, i64 end) { walk.item(item, end); });
 }
 
 }  // namespace
 
+i64 attention_items(const Attention &a, i64 num_tiles, i64 threads) {
+    return num_tiles * a.cache.num_kv_heads * HeadCut(a, num_tiles, threads).slices;
+}
+
 i64 most_tiles(const Attention &a) {
     i64 count = 0;
     for (i64 s = 0; s < a.num_sequences; s++)
-        count += (query_len(a, s) + QUERY_TILE - 1) / QUERY_TILE + a.seq_lens[s] / SEGMENT;
+        count += ceil_div(query_len(a, s), tile_of(a, query_len(a, s))) + a.seq_lens[s] / SEGMENT;
     return count;
 }
 
@@ -571,7 +608,7 @@ i64 cut_tiles(const Attention &a, QueryTile *tiles) {
         if (members > 1) length = members;
         QueryTile tile = {s, members, a.query_starts[s], 1, members > 1 ? shared : 0, 0, 0, 0, 0};
         Keys keys = keys_of(a, tile, 1);
-        i64 segment = keys.first / SEGMENT, num_segments = (keys.end + SEGMENT - 1) / SEGMENT - segment;
+        i64 segment = keys.first / SEGMENT, num_segments = ceil_div(keys.end, SEGMENT) - segment;
         if (length == 1 && num_segments > 1) {
             tile.num_segments = num_segments, tile.first_part = num_parts;
             for (i64 end = segment + num_segments; segment < end; segment++) {
@@ -580,7 +617,7 @@ i64 cut_tiles(const Attention &a, QueryTile *tiles) {
             }
             continue;
         }
-        for (i64 first = 0, most = tile_of(length); first < length; first += most) {
+        for (i64 first = 0, most = tile_of(a, length); first < length; first += most) {
             tile.token = a.query_starts[s] + first, tile.count = smaller(most, length - first);
             tiles[count++] = tile;
         }
@@ -603,11 +640,11 @@ i64 numbers_of_parts(const Attention &a) {
 
 }  // namespace
 
-i64 bytes_of_parts(const Attention &a) { return (numbers_of_parts(a) + most_parts(a) * a.cache.num_kv_heads) * 4; }
+i64 bytes_of_parts(const Attention &a) { return (numbers_of_parts(a) + most_parts(a) * a.num_heads) * 4; }
 
 Parts make_parts(const Attention &a, void *memory) {
     Parts parts = {(float *)memory, (int32_t *)memory + numbers_of_parts(a)};
-    memset(parts.num_done, 0, most_parts(a) * a.cache.num_kv_heads * 4);
+    memset(parts.num_done, 0, most_parts(a) * a.num_heads * 4);
     return parts;
 }
 
@@ -623,6 +660,12 @@ EXPORT void octavo_paged_attention(const Attention *attention, i64 threads) {
     QueryTile *tiles = (QueryTile *)memory;
     i64 num_tiles = cut_tiles(*attention, tiles);
     Parts parts = make_parts(*attention, memory + tile_bytes);
-    in_parallel(smaller(threads, num_tiles * attention->cache.num_kv_heads), 1,
+    in_parallel(smaller(threads, attention_items(*attention, num_tiles, threads)), 1,
                 [&](Team &team) { attend(team, *attention, tiles, num_tiles, parts); });
+}
+
+// For tests: how many items the former has for so many threads.
+EXPORT i64 octavo_count_attention_items(const Attention *attention, i64 threads) {
+    QueryTile *tiles = (QueryTile *)scratch(OF_CALL, most_tiles(*attention) * (i64)sizeof(QueryTile));
+    return attention_items(*attention, cut_tiles(*attention, tiles), threads);
 }

@@ -146,6 +146,13 @@ i64 kind_of(const Tiles *kinds, i64 num_kinds, i64 window) {
     return kind;
 }
 
+// Panels of a layer's largest product; no phase of few rows has more items than these or than attention.
+i64 most_panels(const Layer &layer) {
+    i64 most = larger(outputs_of(layer.qkv), outputs_of(layer.attention_out));
+    most = larger(most, larger(outputs_of(layer.mlp_in), outputs_of(layer.mlp_out)));
+    return (most + PANEL - 1) / PANEL;
+}
+
 }  // namespace
 
 // Stages first .. end of a step: stage i is all that lies between attention i - 1 and i, and this; the last, behind all
@@ -160,11 +167,15 @@ EXPORT void octavo_run_layers(const Layer *layers, i64 num_layers, const Step *s
     Tiles *kinds = (Tiles *)scratch(OF_CALL, tile_bytes + bytes_of_parts(attention));
     QueryTile *memory = (QueryTile *)(kinds + num_layers);
     Parts parts = make_parts(attention, (char *)kinds + tile_bytes);
+    i64 items = larger(step->rows, most_panels(layers[0]));
     for (i64 i = first; i < smaller(end, num_layers); i++) {
         if (kind_of(kinds, num_kinds, layers[i].window) < num_kinds) continue;
         QueryTile *tiles = memory + num_kinds * most;
-        kinds[num_kinds++] = {tiles, cut_tiles(plan.attention_of(layers[i]), tiles), layers[i].window};
+        i64 count = cut_tiles(plan.attention_of(layers[i]), tiles);
+        items = larger(items, attention_items(attention, count, threads));
+        kinds[num_kinds++] = {tiles, count, layers[i].window};
     }
+    threads = smaller(threads, items);
     in_parallel(threads, (end - first) * phases_of_layer(step->rows), [&](Team &team) {
         Pass pass(team, *step);
         for (i64 i = first; i < end; i++) {

@@ -21,9 +21,11 @@
 
 namespace {
 
-// Looks before a waiting thread sleeps, some 15 ns each: longer than most items take, and less than waking a thread
-// costs where a core without work is given back to a hypervisor. Helpers look as long for the next work.
-enum { LOOKS = 4000, MOST_HELPERS = 1023 };
+// How long a waiting thread looks before it sleeps: longer than most items take, and less than waking a thread costs
+// where a core without work is given back to a hypervisor. Helpers look as long for the next work. Processors pause for
+// 40 to 140 cycles between looks, so what ends them is the clock, which is read once in `LOOKS`.
+const i64 SPIN_NS = 60000;
+enum { LOOKS = 64, MOST_HELPERS = 1023 };
 const uint32_t EVERY_KIND = 0xffffffff;
 const i64 INSIDE = 0xffff, OPEN = 0x10000, NEXT = 0x20000;
 
@@ -52,6 +54,19 @@ void look_away() {
     __builtin_ia32_pause();
 #endif
 }
+// Whether it is so before a waiting thread should sleep.
+template <class Is>
+bool is_soon(Is is_so) {
+    i64 began = 0;
+    for (int looks = 1; !is_so(); looks++) {
+        look_away();
+        if (looks % LOOKS) continue;
+        i64 now = now_ns();
+        if (!began) began = now;
+        if (now - began > SPIN_NS) return false;
+    }
+    return true;
+}
 // Sleepers are told apart in 32 kinds: helpers whose number is too high for some work are not woken for it.
 void sleep_while(int32_t *place, int32_t value, uint32_t kind) {
     syscall(SYS_futex, place, FUTEX_WAIT_BITSET | FUTEX_PRIVATE_FLAG, value, 0, 0, kind);
@@ -79,7 +94,7 @@ void *help(void *number) {
     int thread = (int)(intptr_t)number;
     i64 last = 0;
     for (int32_t seen = 0;;) {
-        for (int looks = 0; look_at(&pool.number) == seen && looks < LOOKS; looks++) look_away();
+        is_soon([&] { return look_at(&pool.number) != seen; });
         while (look_at(&pool.number) == seen) {
             count_on(&pool.sleepers, 1);
             sleep_while(&pool.number, seen, kind_of(thread));
@@ -135,10 +150,7 @@ bool make_counters(i64 size) {
 }  // namespace
 
 void wait_for(int32_t *counter, int32_t value, int32_t *sleepers) {
-    for (int looks = 0; looks < LOOKS; looks++) {
-        if (look_at(counter) == value) return;
-        look_away();
-    }
+    if (is_soon([&] { return look_at(counter) == value; })) return;
     count_on(sleepers, 1);
     for (int32_t now; (now = look_at(counter)) != value;) sleep_while(counter, now, EVERY_KIND);
     count_on(sleepers, -1);
@@ -170,10 +182,9 @@ void in_parallel(i64 threads, i64 phases, void (*body)(Team &, void *), void *ar
     take_part({pool.counters, 0, (int)threads, (int)phases, 0, ON_ROWS, 0}, body, argument);
     __atomic_sub_fetch(&pool.gate, OPEN, __ATOMIC_ACQ_REL);
     i64 ended = spent_by_caller ? now_ns() : 0;
-    for (int looks = 0; __atomic_load_n(&pool.gate, __ATOMIC_ACQUIRE) & INSIDE; looks++) {
-        if (looks < LOOKS) look_away();
-        else sched_yield();
-    }
+    auto is_left = [] { return !(__atomic_load_n(&pool.gate, __ATOMIC_ACQUIRE) & INSIDE); };
+    if (!is_soon(is_left))
+        while (!is_left()) sched_yield();
     if (spent_by_caller) spent_by_caller[WAITING] += now_ns() - ended;
     pthread_mutex_unlock(&pool.lock);
 }

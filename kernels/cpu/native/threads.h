@@ -47,7 +47,7 @@ static inline void share(Team &team, i64 num_items, Do run) {
         i64 owner = (team.thread + turn) % team.threads;
         i64 first = num_items * owner / team.threads, end = num_items * (owner + 1) / team.threads;
         int32_t *taken = team.counters + owner * team.phases + phase;
-        if (first + look_at(taken) >= end) continue;
+        if (first == end || first + look_at(taken) >= end) continue;
         for (i64 item; (item = first + count_on(taken, 1)) < end; num_done++) run(item, end);
     }
     if (num_done && count_on(done, num_done) + num_done == num_items && look_at(sleepers)) wake(done);
