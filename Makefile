@@ -74,7 +74,7 @@ SANITIZED := .pytest_cache/sanitized
 sanitize: setup
 	$(BIN)/python kernels/cpu/native/build.py --sanitize --into $(SANITIZED)/best
 	$(call sanitized,best,) tests/kernels/test_cpu_*.py tests/kernels/test_int*.py tests/kernels/test_layer_stack.py \
-	  tests/kernels/test_shared_work.py tests/kernels/test_sampling.py -k "not triton"
+	  tests/kernels/test_shared_*.py tests/kernels/test_sampling.py -k "not triton"
 	$(BIN)/python kernels/cpu/native/build.py --sanitize --level amx-emulated --into $(SANITIZED)/amx
 	$(call sanitized,amx,KERNELS_CPU_LEVEL=amx-emulated) tests/kernels/test_tile_products.py
 sanitized = LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=16 UBSAN_OPTIONS=halt_on_error=1 $(2) \

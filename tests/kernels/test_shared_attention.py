@@ -23,6 +23,7 @@ LATENT: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 1, "head_size": 576, 
 MQA: dict[str, Any] = {"num_heads": 71, "num_kv_heads": 1, "head_size": 64, "block_size": 16}
 GROUPED: dict[str, Any] = {"num_heads": 14, "num_kv_heads": 2, "head_size": 10, "block_size": 4}
 paged_attention: Callable[..., None] = cpu.paged_attention
+exact_attention: Callable[..., None] = reference.paged_attention
 
 
 @contextmanager
@@ -105,6 +106,6 @@ def check(case: PagedCase, found: torch.Tensor, options: dict[str, Any]) -> None
     exact = torch.empty_like(case.query, dtype=torch.float64)
     query, keys, values, *rest = case.arguments
     doubles = (query.double(), keys.double(), values.double())
-    reference.paged_attention(exact, *doubles, *rest, **case.options, **options)
+    exact_attention(exact, *doubles, *rest, **case.options, **options)
     tolerance = {torch.float32: 4e-6, torch.bfloat16: 1e-2}[case.query.dtype]  # as of latent attention
     torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
