@@ -231,7 +231,7 @@ def test_the_memory_that_is_kept_is_the_one_that_is_given() -> None:
         return kept[-1]
 
     product = cpu.quantized_product(awq(50, 256, random()), None, new)
-    assert product is not None and product.record[1] == kept[0].data_ptr()
+    assert product is not None and product.record["weight"] == kept[0].data_ptr()
 
 
 def test_factors_are_found_whatever_the_largest_of_them_is() -> None:

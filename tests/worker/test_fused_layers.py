@@ -7,9 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +22,7 @@ from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.fused_layers import FusedLayers
 from worker_svc.models.loader import load_model
+from worker_svc.models.logit_reader import LogitReader
 from worker_svc.models.mlp import Mlp
 from worker_svc.models.products.compiled_linear import CompiledLinear
 
@@ -153,15 +152,16 @@ def test_of_a_prompt_only_rows_that_are_asked_for_go_behind_the_last_attention(
         assert torch.equal(stepper.step({0: (90, 91)})[0], after)
 
 
-def test_rows_that_a_reader_wants_may_be_those_that_are_drawn_from(tmp_path: Path) -> None:
+def test_rows_that_a_reader_wants_may_be_those_that_are_drawn_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As many as there are tokens, and yet not all rows in turn."""
-    model, read = load(make_family("llama-yarn", tmp_path / "model")), []
-    sequence = random.Random(1).choices(range(VOCAB_SIZE), k=2)
+    model, sequence = load(make_family("llama-yarn", tmp_path / "model")), [3, 5]
     whole = Stepper(model, [sequence]).step({0: (0, 2)})[0]
-    stepper, forward = Stepper(model, [sequence]), model.forward
-    reader = SimpleNamespace(rows=torch.tensor([1]), take=read.append)
-    with mock.patch.object(model, "forward", lambda *arguments: forward(*arguments, reader)):
-        found = stepper.step({0: (0, 2)}, [1])[0]
+    read: list[torch.Tensor] = []
+    reader = LogitReader(torch.tensor([1]), read.append)
+    monkeypatch.setattr(model, "forward", functools.partial(model.forward, reader=reader))
+    found = Stepper(model, [sequence]).step({0: (0, 2)}, [1])[0]
     assert torch.equal(found, whole[1:]) and torch.equal(read[0], whole[1:])
 
 

@@ -180,14 +180,14 @@ class LayerStack:
         """Records of the layers with the addresses of these caches; not to be written to. Weak references tell whether
         they are those of the call before: a cache that is given up is not held."""
         if caches and self._bound is not None:
-            first, last, layers = self._bound
+            first, last, bound = self._bound
             if first() is caches[0][0] and last() is caches[-1][1]:
-                return layers
+                return bound
         self._check_caches(caches)
-        layers = self._layers.copy()  # as a pass over others may be on its way
-        layers["key_cache"] = [key.data_ptr() for key, _ in caches]
-        layers["value_cache"] = [value.data_ptr() for _, value in caches]
-        bound = BoundLayers(layers)
+        records = self._layers.copy()  # as a pass over others may be on its way
+        records["key_cache"] = [key.data_ptr() for key, _ in caches]
+        records["value_cache"] = [value.data_ptr() for _, value in caches]
+        bound = BoundLayers(records)
         self._bound = weakref.ref(caches[0][0]), weakref.ref(caches[-1][1]), bound
         return bound
 

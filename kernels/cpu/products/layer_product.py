@@ -60,7 +60,7 @@ class Product:
         of_behind = 0 if behind is None else behind._address
         fields = (kind, of_weight, of_scale, of_bias, self.in_features, num_out, *format_, of_order, of_behind)
         self.record = np.array(fields, PRODUCT)
-        self._address = self.record.ctypes.data
+        self._address: int = self.record.ctypes.data
 
     @classmethod
     def of_floats(cls, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int, in_features: int) -> Product:
