@@ -3,8 +3,8 @@ at every later start.
 
 A weight that the checkpoint has in few bits keeps its numbers: with int8 all integers, with int4 those of up to six
 bits. It is no product of this store, which only says so (`keeps`). A float32 weight that is one of four bits
-(`few_bits_fit` finds it) keeps these, whatever is asked for. Any other is quantised, expanded first
-where it has few bits: with int8 to eight bits, with int4 to four, but for the head, which takes eight.
+(`few_bits_fit` finds it) keeps these, whatever is asked for. Any other is quantised, expanded first where it has few
+bits: with int8 to eight bits, with int4 to four, but for the head, which takes eight.
 
 The file lies in Octavo's cache, beside the models. Its name holds the model's hash, the type that the weights were read
 in, the quantisation and the version of the layout: a file that is there fits. It is written whole and then renamed. One
@@ -152,7 +152,7 @@ def _tensors(of_products: dict[str, dict[str, torch.Tensor]]) -> list[PendingTen
 
 
 def _product(parts: dict[str, torch.Tensor], out_features: int, in_features: int) -> Product:
-    """Raises ValueError for what is of other sizes or types."""
+    """Of what is kept of it. Raises ValueError for what is of other sizes or types."""
     # Here, so that a worker with a GPU waits for no compiler of CPU code.
     from kernels.cpu.products.layer_product import Product
     from kernels.cpu.products.records import RecordWeight

@@ -59,6 +59,7 @@ class QuantizedLinear(TakesRounded):
 
 def quantized_linear(product: QuantizedProduct, out_features: int) -> CompiledLinear | QuantizedLinear:
     """The layer of a product."""
+    # Here, as all code for a CPU; the class alone needs no compiler.
     from kernels.cpu.products.layer_product import Product
 
     return CompiledLinear(product) if isinstance(product, Product) else QuantizedLinear(product, out_features)
