@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.cpu.elements import BFLOAT16, FLOAT32
 from kernels.cpu.layers.layer_stack import LayerStack, LayerWeights, StackStep
 from kernels.cpu.layers.layer_workspace import StackShape
 from kernels.cpu.products.layer_product import Product
@@ -111,6 +110,16 @@ def test_types_that_differ_are_refused() -> None:
         Product.of_int8(pack_int8(quantized), scale, None, 33)
 
 
+def test_all_rows_are_those_that_are_named_one_by_one() -> None:
+    tables, lengths, starts = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([[0]], [2], [0, 2]))
+    step = StackStep(torch.arange(2), torch.arange(2), tables, lengths, starts)
+    results = []
+    for wanted in (None, torch.arange(2), torch.tensor([1, 0])):
+        caches = [(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4))]
+        results.append(torch.stack(stack()(torch.arange(16.0).view(2, 8), caches, step, wanted)))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2].flip(1))
+
+
 def test_every_pass_writes_to_the_caches_that_it_is_given() -> None:
     layers = stack()
     tables, lengths, starts = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([[0]], [2], [0, 2]))
@@ -124,21 +133,3 @@ def test_every_pass_writes_to_the_caches_that_it_is_given() -> None:
             assert caches[0][1].count_nonzero() == 8
             results.append(caches[0][1].clone())
     assert all(torch.equal(result, results[0]) for result in results)
-
-
-def test_a_workspace_has_what_any_of_the_products_prepares_of_a_row() -> None:
-    """Of each 32 inputs their codes, a scale and four sums, of 4 bytes each; float32 rows stay where they are."""
-    assert [of_bytes(num_in, 8).workspace_bytes(FLOAT32) for num_in in (1, 32, 33)] == [52, 52, 104]
-    assert [product(8, 8).workspace_bytes(element) for element in (FLOAT32, BFLOAT16)] == [0, 8 * 4]
-    for layers, row_bytes in ((stack(), 0), (stack(mlp_out=of_bytes(2, 8)), 52)):
-        assert layers._workspaces.take(3, torch.float32).prepared.numel() == 3 * row_bytes
-
-
-def test_all_rows_are_those_that_are_named_one_by_one() -> None:
-    tables, lengths, starts = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([[0]], [2], [0, 2]))
-    step = StackStep(torch.arange(2), torch.arange(2), tables, lengths, starts)
-    results = []
-    for wanted in (None, torch.arange(2), torch.tensor([1, 0])):
-        caches = [(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4))]
-        results.append(torch.stack(stack()(torch.arange(16.0).view(2, 8), caches, step, wanted)))
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2].flip(1))
