@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from kernels.cpu.library import library
-from kernels.cpu.products.matmul import matmul
+from kernels.cpu.products.layer_product import Product
 from kernels.cpu.products.packed_weight import pack
 from octavo.bench import machine
 from octavo.shared.cores import available_cores
@@ -61,8 +61,9 @@ class MemoryReader:
 
 def _gflop_per_s(rows: int, out_features: int, in_features: int) -> float:
     weight, x = torch.randn(out_features, in_features), torch.randn(rows, in_features)
-    out, packed, other = torch.empty(rows, out_features), pack(weight), weight.t().contiguous()
-    seconds = min(_best_s(lambda: matmul(out, x, packed)), _best_s(lambda: torch.mm(x, other, out=out)))
+    out, other = torch.empty(rows, out_features), weight.t().contiguous()
+    product = Product.of_floats(pack(weight), None, out_features, in_features)
+    seconds = min(_best_s(lambda: product.multiply(out, x)), _best_s(lambda: torch.mm(x, other, out=out)))
     return 2 * rows * out_features * in_features / seconds / 1e9
 
 

@@ -42,10 +42,7 @@ from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.fused_layers import FusedLayers
 from worker_svc.models.loader import Model, load_model
-from worker_svc.models.products.float_linear import FloatLinear
-from worker_svc.models.products.int4_linear import Int4Linear
-from worker_svc.models.products.int8_linear import Int8Linear
-from worker_svc.models.products.packed_linear import PackedLinear
+from worker_svc.models.products.compiled_linear import CompiledLinear
 
 RESULTS = Path(__file__).parent / "results"
 _BLOCK_SIZE = 16
@@ -89,10 +86,7 @@ class Profiler:
         with (
             mock.patch("worker_svc.models.decoder.kernels_for", lambda _: kernels),
             mock.patch.object(FusedLayers, "is_for", lambda *_: False),
-            mock.patch.object(PackedLinear, "__call__", self._product(PackedLinear.__call__)),
-            mock.patch.object(FloatLinear, "__call__", self._product(FloatLinear.__call__)),
-            mock.patch.object(Int8Linear, "__call__", self._product(Int8Linear.__call__)),
-            mock.patch.object(Int4Linear, "__call__", self._product(Int4Linear.__call__)),
+            mock.patch.object(CompiledLinear, "__call__", self._product(CompiledLinear.__call__)),
         ):
             yield
 
@@ -112,7 +106,7 @@ class Profiler:
         self.passes.clear()
 
     def _product(self, call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def run(linear: PackedLinear | FloatLinear | Int8Linear | Int4Linear, x: torch.Tensor) -> torch.Tensor:
+        def run(linear: CompiledLinear, x: torch.Tensor) -> torch.Tensor:
             started = time.perf_counter()
             out = call(linear, x)
             seconds = time.perf_counter() - started

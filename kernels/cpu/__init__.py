@@ -9,7 +9,6 @@ from __future__ import annotations
 from kernels.cpu.attention import paged_attention
 from kernels.cpu.latent import latent_and_cache, latent_attention
 from kernels.cpu.lora import lora_expand, lora_shrink
-from kernels.cpu.products.int8_linear import int8_linear
 from kernels.cpu.products.quantized_product import quantized_product
 from kernels.cpu.rows import (
     clamped_swiglu,
@@ -43,7 +42,6 @@ __all__ = [
     "draw_tokens",
     "gelu",
     "gelu_and_mul",
-    "int8_linear",
     "kept_range",
     "latent_and_cache",
     "latent_attention",

@@ -5,7 +5,6 @@ The code, and what is promised of a row's bits: native/attention.cpp.
 
 from __future__ import annotations
 
-import ctypes
 import struct
 
 import torch
@@ -73,4 +72,4 @@ def paged_attention(
         logit_soft_cap,
         0 if sinks is None else sinks.data_ptr(),
     )
-    library().paged_attention(ctypes.create_string_buffer(passed, len(passed)), num_threads())
+    library().paged_attention(passed, num_threads())

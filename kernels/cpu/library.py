@@ -26,6 +26,7 @@ _LEVEL, _LIBRARY = "KERNELS_CPU_LEVEL", "KERNELS_CPU_LIBRARY"
 _I64, _FLOAT, _PLACE = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 _DECLARED = {
     "octavo_multiply": (None, [_PLACE, _I64, _PLACE, _I64, _PLACE, _I64, _I64, _I64]),
+    "octavo_workspace_bytes": (_I64, [_PLACE, _I64, _I64]),
     "octavo_pack_few_bits": (_I64, [_PLACE, _PLACE, *[_I64] * 8]),
     "octavo_pack_panels": (_I64, [_PLACE, _I64, _I64, _PLACE, *[_I64] * 4]),
     "octavo_pack_records": (None, [_PLACE, _PLACE, *[_I64] * 6]),

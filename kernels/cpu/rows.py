@@ -5,7 +5,6 @@ Signatures and formulas are those of `kernels.oracles.reference`. A row's result
 
 from __future__ import annotations
 
-import ctypes
 import struct
 
 import torch
@@ -131,8 +130,7 @@ def reshape_and_cache(
     stored = stored_element_of(key_cache, value_cache)
     cache = _CACHE.pack(key_cache.data_ptr(), value_cache.data_ptr(), stored, *key_cache.shape)
     places = key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0)
-    passed = ctypes.create_string_buffer(cache, len(cache))
-    library().reshape_and_cache(element_of(key, value), *places, passed, slot_mapping.data_ptr(), slot_mapping.shape[0])
+    library().reshape_and_cache(element_of(key, value), *places, cache, slot_mapping.data_ptr(), slot_mapping.shape[0])
 
 
 def rotary_and_cache(

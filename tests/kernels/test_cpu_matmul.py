@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels.cpu.products.matmul import matmul
 from kernels.cpu.products.packed_weight import pack
 from kernels.cpu.products.records import PANEL
+from tests.kernels.cpu_products import matmul
 from tests.kernels.few_bits_weights import KINDS, few_bits_weight, pack_float32
 
 SHAPES = [(960, 576), (576, 1536), (60, 157), (1031, 60), (5, 1), (PANEL, 2049), (2 * PANEL + 1, 4100)]

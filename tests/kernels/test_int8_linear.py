@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels import cpu
 from kernels.cpu.library import at_level
 from kernels.cpu.native.build import usable_levels
 from kernels.int8_weight import pack_int8, quantize_int8, unpack_int8
 from kernels.oracles import reference
+from tests.kernels.cpu_products import int8_linear
 
 # out x in: whole panels and groups, neither, less than one of each, more inputs than are multiplied at a time.
 SIZES = [(96, 64), (60, 157), (1031, 33), (1, 1), (49, 2100)]
@@ -40,7 +40,7 @@ class Case:
     def run(self, rows: slice = slice(None), bias: bool = True) -> torch.Tensor:
         x = self.x[rows]
         out = torch.full((x.shape[0], self.scale.shape[0]), float("nan"), dtype=x.dtype)
-        cpu.int8_linear(out, x, self.packed, self.scale, self.bias if bias else None)
+        int8_linear(out, x, self.packed, self.scale, self.bias if bias else None)
         return out
 
     def exact(self, bias: bool = True) -> torch.Tensor:
@@ -90,7 +90,7 @@ def test_integers_are_multiplied_exactly(num_rows: int, num_in: int) -> None:
     x[:, ::32] = 127
     x[1, :], weight[3, :], weight[4, :] = 127, 127, -127  # the largest sums, and none of them wraps or saturates
     out = torch.full((num_rows, 40), float("nan"))
-    cpu.int8_linear(out, x.float(), pack_int8(weight), torch.ones(40))
+    int8_linear(out, x.float(), pack_int8(weight), torch.ones(40))
     expected = x.int() @ weight.int().t()  # torch._int_mm adds pairs of products in 16 bits on AVX2, and overflows
     assert torch.equal(out, expected.float())
 
@@ -99,7 +99,7 @@ def test_the_longest_rows_do_not_overflow() -> None:
     num_in = 66_000
     x, weight = torch.full((2, num_in), -3.0), torch.full((17, num_in), 127, dtype=torch.int8)
     out = torch.full((2, 17), float("nan"))
-    cpu.int8_linear(out, x, pack_int8(weight), torch.ones(17))
+    int8_linear(out, x, pack_int8(weight), torch.ones(17))
     torch.testing.assert_close(out, torch.full((2, 17), -3.0 * 127 * num_in), rtol=1e-5, atol=0)
 
 
@@ -132,7 +132,7 @@ def test_memory_may_be_strided_and_nothing_beside_it_is_touched() -> None:
     room = torch.full((9, 80), -7.0)
     wide = torch.full((9, 64), float("nan"))
     wide[:, 3:53] = case.x
-    cpu.int8_linear(room[:, 11:48], wide[:, 3:53], case.packed, case.scale, case.bias)
+    int8_linear(room[:, 11:48], wide[:, 3:53], case.packed, case.scale, case.bias)
     assert torch.equal(room[:, 11:48], case.run())
     assert (room[:, :11] == -7).all() and (room[:, 48:] == -7).all()
 
@@ -177,4 +177,4 @@ def test_what_does_not_fit_is_refused() -> None:
         ((out, x, case.packed, case.scale, case.bias[:5]), r"bias .* is not float32 for 37 outputs"),
     ):
         with pytest.raises(ValueError, match=why):
-            cpu.int8_linear(*arguments)
+            int8_linear(*arguments)

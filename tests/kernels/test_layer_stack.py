@@ -36,6 +36,11 @@ def of_pairs(num_in: int, num_out: int) -> Product:
     return Product.of_floats(pack_pairs(torch.ones(num_out, num_in).bfloat16()), None, num_out, num_in)
 
 
+def of_bytes(num_in: int, num_out: int) -> Product:
+    quantized, scale = quantize_int8(torch.ones(num_out, num_in))
+    return Product.of_int8(pack_int8(quantized), scale, None, num_in)
+
+
 def stack(**changed: Any) -> LayerStack:
     """One layer of SHAPE."""
     weights: dict[str, Any] = {
@@ -106,6 +111,16 @@ def test_types_that_differ_are_refused() -> None:
     quantized, scale = quantize_int8(torch.ones(20, 4))
     with pytest.raises(ValueError, match=r"weight .* is not packed for 20 x 33"):
         Product.of_int8(pack_int8(quantized), scale, None, 33)
+
+
+def test_all_rows_are_those_that_are_named_one_by_one() -> None:
+    tables, lengths, starts = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([[0]], [2], [0, 2]))
+    step = StackStep(torch.arange(2), torch.arange(2), tables, lengths, starts)
+    results = []
+    for wanted in (None, torch.arange(2), torch.tensor([1, 0])):
+        caches = [(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4))]
+        results.append(torch.stack(stack()(torch.arange(16.0).view(2, 8), caches, step, wanted)))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2].flip(1))
 
 
 def test_every_pass_writes_to_the_caches_that_it_is_given() -> None:

@@ -1,31 +1,40 @@
-"""Who gets which workspace of a pass, and which are kept."""
+"""Who gets which workspace of a pass, how large it is, and which are kept."""
 
 from __future__ import annotations
 
 import torch
 
+from kernels.cpu.elements import BFLOAT16, FLOAT32
 from kernels.cpu.layers.layer_workspace import LayerWorkspaces
-from tests.kernels.test_layer_stack import SHAPE
+from tests.kernels.test_layer_stack import SHAPE, of_bytes, product, stack
 
 
-def test_a_room_that_is_large_enough_is_used_again() -> None:
-    workspaces = LayerWorkspaces(SHAPE)
+def test_a_workspace_that_is_large_enough_is_used_again() -> None:
+    workspaces = LayerWorkspaces(SHAPE, 32)
     workspace = workspaces.take(8, torch.float32)
     assert workspaces.take(8, torch.float32) is not workspace  # two passes at once
     workspaces.give_back(workspace)
     assert workspaces.take(3, torch.float32) is workspace
     workspaces.give_back(workspace)
     larger = workspaces.take(9, torch.float32)
-    assert larger.rows == 9 and larger.attended.shape == (9, 8)
+    assert larger.rows == 9 and larger.attended.shape == (9, 8) and larger.prepared.numel() == 9 * 32
     workspaces.give_back(larger)
     assert workspaces.take(9, torch.bfloat16).attended.dtype == torch.bfloat16
 
 
-def test_a_prompt_leaves_the_room_of_decode_steps_where_it_is() -> None:
-    workspaces = LayerWorkspaces(SHAPE)
+def test_a_prompt_leaves_the_workspace_of_decode_steps_where_it_is() -> None:
+    workspaces = LayerWorkspaces(SHAPE, 32)
     workspace = workspaces.take(4, torch.float32)
     workspaces.give_back(workspace)
     of_prompt = workspaces.take(300, torch.float32)
     assert of_prompt is not workspace
     workspaces.give_back(of_prompt)
     assert workspaces.take(4, torch.float32) is workspace
+
+
+def test_a_workspace_has_what_any_of_the_products_prepares_of_a_row() -> None:
+    """Of each 32 inputs their codes, a scale and four sums, of 4 bytes each; float32 rows stay where they are."""
+    assert [of_bytes(num_in, 8).workspace_bytes(FLOAT32) for num_in in (1, 32, 33)] == [52, 52, 104]
+    assert [product(8, 8).workspace_bytes(element) for element in (FLOAT32, BFLOAT16)] == [0, 8 * 4]
+    for layers, row_bytes in ((stack(), 0), (stack(mlp_out=of_bytes(2, 8)), 52)):
+        assert layers._workspaces.take(3, torch.float32).prepared.numel() == 3 * row_bytes

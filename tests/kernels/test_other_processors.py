@@ -22,9 +22,9 @@ from kernels import cpu
 from kernels.cpu import library as library_module
 from kernels.cpu.library import at_level
 from kernels.cpu.native import build
-from kernels.cpu.products.matmul import matmul
 from kernels.cpu.products.packed_weight import pack
 from tests.isa import PROFILES, ROOT, environment
+from tests.kernels.cpu_products import matmul
 
 SHAPES = [(1, 60, 157), (7, 97, 64), (19, 97, 64)]  # rows, outputs, inputs: tiles of every height
 

@@ -17,9 +17,9 @@ import torch
 
 from kernels import cpu
 from kernels.cpu.library import library
-from kernels.cpu.products.matmul import matmul
 from kernels.cpu.products.packed_weight import pack
 from kernels.int8_weight import pack_int8, quantize_int8
+from tests.kernels.cpu_products import int8_linear, matmul
 
 PHASES = 7
 
@@ -89,7 +89,7 @@ def test_a_thread_that_ends_gives_its_memory_back() -> None:
 
     def multiply() -> None:
         torch.set_num_threads(1)  # of this thread: what is taken is its own
-        cpu.int8_linear(out, x, packed, scale)
+        int8_linear(out, x, packed, scale)
 
     def in_threads(count: int) -> int:
         for _ in range(count):

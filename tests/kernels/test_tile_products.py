@@ -8,14 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels import cpu
 from kernels.cpu import library as library_module
 from kernels.cpu.library import Library, TilesError, at_level, library
 from kernels.cpu.native import build
 from kernels.cpu.native.build import EMULATED, usable_levels
-from kernels.cpu.products.matmul import matmul
 from kernels.cpu.products.packed_weight import pack_pairs
 from kernels.int8_weight import pack_int8, quantize_int8
+from tests.kernels.cpu_products import int8_linear, matmul
 
 STEP = 32  # inputs that one instruction adds up
 # out x in: whole panels and steps, neither, less than one of each, more than all rows are multiplied by at a time.
@@ -88,7 +87,7 @@ def test_quantised_rows_give_the_bits_of_every_other_processor(
 
     def run(rows: int) -> torch.Tensor:
         out = torch.full((rows, out_features), float("nan"), dtype=dtype)
-        cpu.int8_linear(out, x[:rows], packed, scale, bias)
+        int8_linear(out, x[:rows], packed, scale, bias)
         return out
 
     with at_level("plain"):

@@ -14,7 +14,6 @@ import torch
 
 from kernels import cpu
 from kernels.cpu.layers import layer_stack
-from kernels.cpu.products.layer_product import Product
 from tests.kernels.quantized_weights import FORMATS, Make
 from tests.tiny_models import make_tiny_llama
 from tests.worker.families import FAMILIES, VOCAB_SIZE, make_family
@@ -23,7 +22,9 @@ from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.fused_layers import FusedLayers
 from worker_svc.models.loader import load_model
+from worker_svc.models.logit_reader import LogitReader
 from worker_svc.models.mlp import Mlp
+from worker_svc.models.products.compiled_linear import CompiledLinear
 
 LENGTHS = [1, 7, 83, 83, 83]  # more rows than an MLP takes at once
 FUSED = ["llama-dynamic", "llama-yarn", "llama-yarn-plain", "mistral", "mistral-all", "qwen2", "phi3", "phi3-partial"]
@@ -93,22 +94,12 @@ def test_fused_layers_are_the_single_operations_bit_for_bit(
             assert torch.equal(one, other) and one.isfinite().all()
 
 
-class QuantizedLinear:
+def quantized(make: Make, out_features: int, in_features: int) -> CompiledLinear:
     """A product of random numbers in a format of checkpoints."""
-
-    def __init__(self, make: Make, out_features: int, in_features: int) -> None:
-        weight = make(out_features, in_features, torch.Generator().manual_seed(in_features))
-        found = cpu.quantized_product(replace(weight, scale=weight.scale / 8), None)
-        assert found is not None
-        self._product, self.weight_bytes = found, found.weight_bytes
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty(x.shape[0], self._product.out_features)
-        self._product.multiply(out, x)
-        return out
-
-    def compiled(self, in_features: int) -> Product:
-        return self._product.compiled(in_features)
+    weight = make(out_features, in_features, torch.Generator().manual_seed(in_features))
+    product = cpu.quantized_product(replace(weight, scale=weight.scale / 8), None)
+    assert product is not None
+    return CompiledLinear(product)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -121,10 +112,10 @@ def test_fused_layers_multiply_quantised_weights(
     for layer in model.layers:
         assert isinstance(layer.mlp, Mlp)
         heads = config.num_heads * config.head_size
-        layer.qkv = QuantizedLinear(make, heads + 2 * config.num_kv_heads * config.head_size, config.hidden_size)
-        layer.attention_out = QuantizedLinear(make, config.hidden_size, heads)
-        layer.mlp.inner = QuantizedLinear(make, 2 * config.intermediate_size, config.hidden_size)
-        layer.mlp.outer = QuantizedLinear(make, config.hidden_size, config.intermediate_size)
+        layer.qkv = quantized(make, heads + 2 * config.num_kv_heads * config.head_size, config.hidden_size)
+        layer.attention_out = quantized(make, config.hidden_size, heads)
+        layer.mlp.inner = quantized(make, 2 * config.intermediate_size, config.hidden_size)
+        layer.mlp.outer = quantized(make, config.hidden_size, config.intermediate_size)
     assert FusedLayers.is_for(config, model.layers, cpu)
     monkeypatch.setattr(model, "_fused", FusedLayers(config, model.layers))
     fused = logits_of(model)
@@ -139,8 +130,8 @@ def test_of_a_prompt_only_rows_that_are_asked_for_go_behind_the_last_attention(
 ) -> None:
     model, calls = load(make_family("llama-yarn", tmp_path / "model"), weights, dtype), []
 
-    def run_layers(layers: Any, step: Any, stages: range) -> None:
-        calls.append((int(step["rows"][0]), stages.start, stages.stop))
+    def run_layers(layers: Any, step: bytes, stages: range) -> None:
+        calls.append((layer_stack.STEP.unpack(step)[0], stages.start, stages.stop))
         compiled(layers, step, stages)
 
     compiled = layer_stack.run_layers
@@ -159,6 +150,19 @@ def test_of_a_prompt_only_rows_that_are_asked_for_go_behind_the_last_attention(
         assert torch.equal(stepper.step({0: (0, 90)}, rows)[0], whole[rows])
         assert calls == expected_calls
         assert torch.equal(stepper.step({0: (90, 91)})[0], after)
+
+
+def test_rows_that_a_reader_wants_may_be_those_that_are_drawn_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as there are tokens, and yet not all rows in turn."""
+    model, sequence = load(make_family("llama-yarn", tmp_path / "model")), [3, 5]
+    whole = Stepper(model, [sequence]).step({0: (0, 2)})[0]
+    read: list[torch.Tensor] = []
+    reader = LogitReader(torch.tensor([1]), read.append)
+    monkeypatch.setattr(model, "forward", functools.partial(model.forward, reader=reader))
+    found = Stepper(model, [sequence]).step({0: (0, 2)}, [1])[0]
+    assert torch.equal(found, whole[1:]) and torch.equal(read[0], whole[1:])
 
 
 @pytest.mark.parametrize("weights", ["float", "int8"])

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kernels import select
+from kernels.cpu.products.packed_weight import Kind
 from kernels.gpu.quantized.packed_codes import PackedCodes
 from kernels.oracles import reference
 from kernels.quantized_weight import Numbers
@@ -34,9 +35,8 @@ from worker_svc.models.experts.experts import Experts
 from worker_svc.models.experts.grouped_experts import GroupedExperts
 from worker_svc.models.loader import load_model
 from worker_svc.models.parts import ModelPart
-from worker_svc.models.products.packed_linear import PackedLinear
+from worker_svc.models.products.compiled_linear import CompiledLinear
 from worker_svc.models.quantized.mxfp4 import Mxfp4Tensor
-from worker_svc.models.quantized.quantized_linear import QuantizedLinear
 from worker_svc.models.quantized.stored_module import StoredModule
 from worker_svc.parallel.ranks import Ranks
 
@@ -218,9 +218,10 @@ def test_experts_of_mxfp4_stay_in_four_bits_and_compute_what_the_twin_does(
     quantised, _, exact = twins
     model = load(quantised)
     for layer in model.layers:
-        assert isinstance(layer.mlp, Experts) and isinstance(layer.qkv, PackedLinear)
+        assert isinstance(layer.mlp, Experts) and isinstance(layer.qkv, CompiledLinear)
         for expert in layer.mlp._experts.values():
-            assert isinstance(expert.inner, QuantizedLinear) and isinstance(expert.outer, QuantizedLinear)
+            assert isinstance(expert.inner, CompiledLinear) and isinstance(expert.outer, CompiledLinear)
+            assert expert.inner.product.kind is expert.outer.product.kind is Kind.RECORDS
             # 4.5 bits a number, of outputs in panels of 48, and float32 biases.
             assert expert.inner.weight_bytes == 192 * 64 * 4.5 / 8 + 192 * 4
             assert expert.outer.weight_bytes == 96 * 96 * 4.5 / 8 + 64 * 4
@@ -257,8 +258,9 @@ def test_ranks_have_parts_of_the_same_experts(is_expert_parallel: bool, twins: t
 
 def test_dummy_weights_have_experts_of_four_bits_and_the_rest_plain(twins: tuple[Path, Path, torch.Tensor]) -> None:
     model = load(twins[0], load_format="dummy")
-    assert isinstance(model.layers[0].mlp, Experts) and isinstance(model.layers[0].qkv, PackedLinear)
-    assert isinstance(model.layers[0].mlp._experts[0].inner, QuantizedLinear)
+    assert isinstance(model.layers[0].mlp, Experts) and isinstance(model.layers[0].qkv, CompiledLinear)
+    inner = model.layers[0].mlp._experts[0].inner
+    assert isinstance(inner, CompiledLinear) and inner.product.kind is Kind.RECORDS
     logits = logits_of(model)
     assert logits.isfinite().all() and logits.std() > 0.01
 

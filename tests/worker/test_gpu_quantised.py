@@ -27,8 +27,8 @@ from worker_svc.models.decoder import Decoder
 from worker_svc.models.experts.grouped_experts import GroupedExperts
 from worker_svc.models.loader import check_quantization, load_model
 from worker_svc.models.mlp import Mlp
+from worker_svc.models.products.compiled_linear import CompiledLinear
 from worker_svc.models.products.float_linear import FloatLinear
-from worker_svc.models.products.packed_linear import PackedLinear
 from worker_svc.models.products.rows import rounding_of
 from worker_svc.models.quantized.quantized_linear import QuantizedLinear
 from worker_svc.models.quantized.separate_products import SeparateProducts
@@ -175,7 +175,7 @@ def test_a_model_in_16_bits_is_quantised_to_fp8_when_it_is_loaded(
             assert isinstance(layer.mlp.inner, QuantizedLinear) and isinstance(layer.mlp.outer, QuantizedLinear)
         else:
             assert isinstance(layer.mlp, GroupedExperts) and isinstance(layer.mlp._outer, PackedCodes)
-    assert model._head is not None and isinstance(model._head._product, FloatLinear | PackedLinear)
+    assert model._head is not None and isinstance(model._head._product, CompiledLinear | FloatLinear)
     error = (logits_of(model) - exact).abs().mean()
     assert 1e-3 * exact.std() < error < 0.2 * exact.std()
 

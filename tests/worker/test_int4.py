@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kernels.cpu.products.packed_weight import Kind
 from kernels.cpu.products.records import Codes
 from tests.kernels.few_bits_weights import in_few_bits
 from tests.tiny_models import make_tiny_llama
@@ -17,8 +18,7 @@ from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.loader import load_model
 from worker_svc.models.mlp import Mlp
-from worker_svc.models.products.int4_linear import Int4Linear
-from worker_svc.models.products.int8_linear import Int8Linear
+from worker_svc.models.products.compiled_linear import CompiledLinear
 
 LENGTHS = [1, 7, 83, 200]  # more rows than an MLP takes at once
 SEQUENCES = [random.Random(length).choices(range(1000), k=length + 1) for length in LENGTHS]
@@ -60,13 +60,19 @@ def logits_of(model: Decoder) -> list[torch.Tensor]:
     return [logits for step in steps for logits in step.values()]
 
 
+def kind_of(linear: object) -> Kind:
+    assert isinstance(linear, CompiledLinear)
+    return linear.product.kind
+
+
 def test_a_later_start_finds_the_same_weights(folder: Path, cache: Path) -> None:
     model, kinds = load(folder), []
     for layer in model.layers:
         assert isinstance(layer.mlp, Mlp)
         products = layer.qkv, layer.attention_out, layer.mlp.inner, layer.mlp.outer
-        kinds.append([type(product) for product in products])
-    assert kinds == [[Int4Linear] * 4, [Int4Linear] * 3 + [Int8Linear], [Int4Linear] * 4]
+        kinds.append([kind_of(linear) for linear in products])
+    four, eight = Kind.ROUNDED_RECORDS, Kind.INT8
+    assert kinds == [[four] * 4, [four] * 3 + [eight], [four] * 4]
     (file,) = cache.iterdir()
     written = file.stat().st_mtime_ns
     for one, other in zip(logits_of(model), logits_of(load(folder)), strict=True):
@@ -123,4 +129,4 @@ def test_a_damaged_file_is_made_again(folder: Path, cache: Path) -> None:
 
 
 def test_a_weight_that_was_rounded_to_bfloat16_takes_eight_bits(folder: Path) -> None:
-    assert all(isinstance(layer.qkv, Int8Linear) for layer in load(folder, "bfloat16").layers)
+    assert all(kind_of(layer.qkv) is Kind.INT8 for layer in load(folder, "bfloat16").layers)

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kernels.cpu.products.four_bits import quantize_four_bits
+from kernels.cpu.products.packed_weight import Kind
+from kernels.cpu.products.records import Codes
 from tests.kernels.few_bits_weights import unpack_four_bits
 from tests.tiny_models import make_tiny_llama
 from tests.worker.families import FAMILIES, VOCAB_SIZE, make_family
@@ -20,8 +22,7 @@ from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.loader import Model, load_model
 from worker_svc.models.mlp import Mlp
-from worker_svc.models.products.int4_linear import Int4Linear
-from worker_svc.models.products.int8_linear import Int8Linear
+from worker_svc.models.products.compiled_linear import CompiledLinear
 
 LENGTHS = [1, 7, 83]
 
@@ -129,9 +130,10 @@ def test_four_bits_are_for_all_products_but_the_head(tmp_path: Path) -> None:
     assert isinstance(model, Decoder) and model._head is not None
     for layer in model.layers:
         assert isinstance(layer.mlp, Mlp)
-        for product in (layer.qkv, layer.attention_out, layer.mlp.inner, layer.mlp.outer):
-            assert isinstance(product, Int4Linear) and product.weight.records.group == 32
-    assert isinstance(model._head._product, Int8Linear)
+        for linear in (layer.qkv, layer.attention_out, layer.mlp.inner, layer.mlp.outer):
+            assert isinstance(linear, CompiledLinear) and linear.product.records is not None
+            assert linear.product.records.codes is Codes.UINT4 and linear.product.records.group == 32
+    assert isinstance(model._head._product, CompiledLinear) and model._head._product.product.kind is Kind.INT8
 
 
 def test_a_gguf_file_is_quantised_as_the_model_that_it_was_made_of(tmp_path: Path, cache: Path) -> None:

@@ -7,9 +7,10 @@ import torch
 from torch.nn import functional
 
 from kernels.cpu.library import library
+from worker_svc.models.products.compiled_linear import CompiledLinear
 from worker_svc.models.products.dense import dense
 from worker_svc.models.products.float_linear import FloatLinear
-from worker_svc.models.products.packed_linear import PackedLinear
+from worker_svc.models.products.packed_linear import packed_linear
 
 HAS_PAIRS = pytest.mark.skipif(not library().has_pairs, reason="this processor has no products of bfloat16 pairs")
 
@@ -46,16 +47,16 @@ def test_bytes_are_those_of_weight_and_bias() -> None:
 
 
 def test_packed_bytes_are_those_of_whole_panels_and_half_where_nothing_is_lost() -> None:
-    assert PackedLinear(torch.ones(50, 5) / 3).weight_bytes == 2 * 48 * 5 * 4
-    assert PackedLinear(torch.ones(50, 5), torch.ones(50)).weight_bytes == 2 * 48 * 5 * 2 + 50 * 4
-    assert PackedLinear(torch.ones(50, 6, dtype=torch.bfloat16)).weight_bytes == 2 * 48 * 6 * 2
+    assert packed_linear(torch.ones(50, 5) / 3).weight_bytes == 2 * 48 * 5 * 4
+    assert packed_linear(torch.ones(50, 5), torch.ones(50)).weight_bytes == 2 * 48 * 5 * 2 + 50 * 4
+    assert packed_linear(torch.ones(50, 6, dtype=torch.bfloat16)).weight_bytes == 2 * 48 * 6 * 2
 
 
 @pytest.mark.parametrize("is_biased", [False, True])
 def test_both_forms_compute_the_same_layer(is_biased: bool) -> None:
     weight, x = torch.randn(50, 20), torch.randn(7, 20)
     bias = torch.randn(50) if is_biased else None
-    torch.testing.assert_close(PackedLinear(weight, bias)(x), FloatLinear(weight, bias)(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(packed_linear(weight, bias)(x), FloatLinear(weight, bias)(x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -63,4 +64,4 @@ def test_both_forms_compute_the_same_layer(is_biased: bool) -> None:
 def test_on_a_cpu_every_layer_is_of_the_form_that_takes_each_row_alone(
     dtype: torch.dtype, is_batch_invariant: bool
 ) -> None:
-    assert isinstance(dense(torch.ones(3, 5, dtype=dtype), is_batch_invariant=is_batch_invariant), PackedLinear)
+    assert isinstance(dense(torch.ones(3, 5, dtype=dtype), is_batch_invariant=is_batch_invariant), CompiledLinear)

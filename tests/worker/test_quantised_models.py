@@ -33,8 +33,8 @@ from worker_svc.models.experts.grouped_experts import take_grouped_experts
 from worker_svc.models.experts.router import take_router
 from worker_svc.models.loader import Model, load_model
 from worker_svc.models.parts import ModelPart
+from worker_svc.models.products.compiled_linear import CompiledLinear
 from worker_svc.models.quantized.checkpoint_format import with_quantized
-from worker_svc.models.quantized.quantized_linear import CompiledQuantizedLinear
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
 from worker_svc.parallel.ranks import Ranks
 
@@ -166,7 +166,7 @@ def test_layers_that_stay_plain_and_others_share_a_product(tmp_path: Path) -> No
     )
     quantised, twin = make(tmp_path, "qwen2", mixed, plain=("k_proj",))
     model = cast(Decoder, load(quantised))
-    assert all(isinstance(layer.qkv, CompiledQuantizedLinear) for layer in model.layers)  # of several in one call
+    assert all(isinstance(layer.qkv, CompiledLinear) for layer in model.layers)  # of several in one call
     (tokens, logits), (expected, exact) = greedy(model, 3), greedy(load(twin), 3)
     assert tokens == expected and torch.equal(logits, exact)
 

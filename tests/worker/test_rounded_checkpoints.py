@@ -14,6 +14,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from kernels.cpu.products.packed_weight import Kind
+from kernels.cpu.products.records import Codes
 from kernels.oracles import reference
 from tests.worker.families import VOCAB_SIZE, make_family
 from tests.worker.gguf_files import write_gguf
@@ -25,9 +27,7 @@ from worker_svc.models.decoder import Decoder
 from worker_svc.models.experts.experts import Experts
 from worker_svc.models.loader import load_model
 from worker_svc.models.mlp import Mlp
-from worker_svc.models.products.int4_linear import Int4Linear
-from worker_svc.models.products.int8_linear import Int8Linear
-from worker_svc.models.quantized.quantized_linear import CompiledQuantizedLinear
+from worker_svc.models.products.compiled_linear import CompiledLinear
 from worker_svc.models.quantized.separate_products import SeparateProducts
 
 SIZES: dict[str, Any] = {
@@ -80,10 +80,11 @@ def test_a_checkpoint_of_few_bits_keeps_its_numbers(name: str, quantization: str
     quantised, twin = make(tmp_path, "llama-gelu", name)
     model = load(quantised, quantization)
     product = cast(Mlp, model.layers[1].mlp).outer
+    assert isinstance(product, CompiledLinear) and product.product.records is not None
     if (name, quantization) == ("packed-8-bits", "int4"):  # these are more bits than were asked for
-        assert isinstance(product, Int4Linear)
+        assert product.product.records.codes is Codes.UINT4
         return
-    assert isinstance(product, CompiledQuantizedLinear) and model.weights_bytes < load(quantised, "").weights_bytes
+    assert model.weights_bytes < load(quantised, "").weights_bytes
     groups = load_file(quantised / "model.safetensors").get(DOWN.replace("weight", "g_idx"))
     assert_is_of_rounded_rows(product, load_file(twin / "model.safetensors")[DOWN], groups)
     (stored,) = cache.iterdir()  # of the head, which is a plain one
@@ -97,7 +98,8 @@ def test_a_checkpoint_of_few_bits_keeps_its_numbers(name: str, quantization: str
 def test_floats_of_eight_bits_are_quantised_once_more(tmp_path: Path, cache: Path) -> None:
     quantised, twin = make(tmp_path, "llama-gelu", "fp8-blocks")
     first, again, expected = load(quantised, "int8"), load(quantised, "int8"), load(twin, "int8")
-    assert isinstance(cast(Mlp, first.layers[1].mlp).outer, Int8Linear)
+    outer = cast(Mlp, first.layers[1].mlp).outer
+    assert isinstance(outer, CompiledLinear) and outer.product.kind is Kind.INT8
     assert torch.equal(logits_of(first, []), logits_of(expected, []))
     assert torch.equal(logits_of(again, []), logits_of(expected, []))
 
@@ -150,11 +152,12 @@ def test_layers_of_mixed_types_are_computed_in_one_call(quantization: str, tmp_p
     with model_folder(mixed_gguf(folder, tmp_path / "tiny.gguf")) as read:
         model = load(read, quantization)
         qkv = model.layers[0].qkv
-        assert isinstance(qkv, CompiledQuantizedLinear) and model._fused is not None
+        assert isinstance(qkv, CompiledLinear) and model._fused is not None
         logits = logits_of(model, [5])
         model._fused = None
         assert torch.equal(logits_of(model, []), logits)
         assert model._head is not None
         head = model._head._product
         # The table has eight bits: as they are, or one scale an output where weights are to have four.
-        assert isinstance(head, Int8Linear if quantization == "int4" else CompiledQuantizedLinear)
+        expected = {"": Kind.RECORDS, "int8": Kind.ROUNDED_RECORDS, "int4": Kind.INT8}
+        assert isinstance(head, CompiledLinear) and head.product.kind is expected[quantization]

@@ -61,12 +61,13 @@ class CachedBlocks:
             for slot in read_slots(step.released_slots_u16, states.max_num_seqs, "released_slots").tolist():
                 self.used(states.block_tables[slot, : states.num_blocks[slot]])
                 self._bad_slots.discard(slot)
-        for pairs in (operations.swap_in, operations.copies):
-            if pairs.size:
-                self._forget(pairs[:, 1])
-        # Of what was swapped out it is not kept.
-        self._is_adapted[operations.swap_in[:, 1]] = bool(states.loaded_adapters)
-        self._is_adapted[operations.copies[:, 1]] = self._is_adapted[operations.copies[:, 0]]
+        swap_in, copies = operations.swap_in, operations.copies
+        if swap_in.size:
+            self._forget(swap_in[:, 1])
+            self._is_adapted[swap_in[:, 1]] = bool(states.loaded_adapters)  # of what was swapped out it is not kept
+        if copies.size:
+            self._forget(copies[:, 1])
+            self._is_adapted[copies[:, 1]] = self._is_adapted[copies[:, 0]]
 
     def compute(self, states: SequenceStates, rows: AppliedRows) -> None:
         """Call it before the step's rows write to the cache."""

@@ -113,7 +113,8 @@ class Decoder:
             wanted = logits_rows if reader is None else torch.cat((reader.rows, logits_rows))
         step = positions, attention, caches
         if self._fused is not None and not self.step_adapters.is_used:
-            residual, update = self._fused(residual, *step, wanted)
+            takes_all = reader is None and wanted.shape[0] == num_tokens  # in order, as rows ascend
+            residual, update = self._fused(residual, *step, None if takes_all else wanted)
         else:
             residual, update = self._run_layers(residual, *step, wanted, num_tokens)
         if self._head is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +14,9 @@ from worker_svc.models.decoder_layer import DecoderLayer
 from worker_svc.models.mlp import Mlp
 from worker_svc.models.norm import Norm, RmsNorm
 from worker_svc.models.products.compiled_linear import CompiledLinear
+
+if TYPE_CHECKING:
+    from kernels.cpu.products.layer_product import Product
 
 NUM_PRODUCTS = 4  # of a layer: into and out of attention and of the MLP
 
@@ -31,15 +35,7 @@ class FusedLayers:
         for layer in layers:
             assert isinstance(layer.mlp, Mlp) and layer.cos_sin is not None
             assert isinstance(layer.input_norm, RmsNorm) and isinstance(layer.mlp_norm, RmsNorm)
-            sizes = (
-                config.hidden_size,
-                config.num_heads * config.head_size,
-                config.hidden_size,
-                config.intermediate_size,
-            )
-            qkv, attention_out, mlp_in, mlp_out = (
-                product.compiled(size) for product, size in zip(_products(layer), sizes, strict=True)
-            )
+            qkv, attention_out, mlp_in, mlp_out = _products(layer)
             weights.append(
                 LayerWeights(
                     input_norm=layer.input_norm.weight,
@@ -90,9 +86,9 @@ class FusedLayers:
         positions: torch.Tensor,
         attention: AttentionMetadata,
         caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        wanted: torch.Tensor,
+        wanted: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual and its last update of the rows i64[R] `wanted`, [R, hidden] each.
+        """The residual and its last update of the rows i64[R] `wanted`, [R, hidden] each; None: of all rows.
 
         residual [rows, hidden] is what the embedding gives, and is overwritten; `caches` are those of all layers.
         """
@@ -113,8 +109,8 @@ def _optional_norms(layer: DecoderLayer) -> dict[str, torch.Tensor]:
     return {name: norm.weight for name, norm in norms.items() if isinstance(norm, RmsNorm)}
 
 
-def _products(layer: DecoderLayer) -> list[CompiledLinear]:
-    """The products of a layer that have a compiled form."""
+def _products(layer: DecoderLayer) -> list[Product]:
+    """Those of its products that the library multiplies."""
     assert isinstance(layer.mlp, Mlp)
-    products = layer.qkv, layer.attention_out, layer.mlp.inner, layer.mlp.outer
-    return [product for product in products if isinstance(product, CompiledLinear)]
+    layers = layer.qkv, layer.attention_out, layer.mlp.inner, layer.mlp.outer
+    return [linear.product for linear in layers if isinstance(linear, CompiledLinear)]

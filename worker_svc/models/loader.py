@@ -63,9 +63,9 @@ class Model(Protocol):
         """Compute T tokens, write their keys and values to `caches`, and return logits of R rows: f32[R, vocab_size].
 
         token_ids, positions i64[T]; caches: a layer's (keys, values) as `CacheEngine.layers`; logits_rows i64[R] are
-        row numbers below T, R may be 0. `reader` is given the logits of its own rows before this returns. `out` is
-        where logits are written; None: to a new tensor. A row's logits depend on its own sequence alone, on a CPU bit
-        for bit.
+        row numbers below T, ascending where there are T of them; R may be 0. `reader` is given the logits of its own
+        rows before this returns. `out` is where logits are written; None: to a new tensor. A row's logits depend on its
+        own sequence alone, on a CPU bit for bit.
         """
 
 

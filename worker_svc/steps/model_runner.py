@@ -241,7 +241,7 @@ class ModelRunner:
             return LaunchedStep.of_nothing(states, rows)
         check_candidates(rows, self.config.vocab_size)
         arrays = build_input_arrays(states, rows, self.config.vocab_size)
-        adapters = states.adapter_numbers[rows.slots].repeat(rows.query_lens)
+        adapters = self._adapters_of(states, rows)
         self._wait_for_swaps(states, rows)
         if not self._draws:
             return self._hand_on(states, rows, arrays, adapters, timer)
@@ -276,7 +276,7 @@ class ModelRunner:
         self.cache.hold_steps(tables[is_read], tables[is_written])
 
     def _hand_on(
-        self, states: SequenceStates, rows: AppliedRows, arrays: InputArrays, adapters: Ints, timer: StepTimer
+        self, states: SequenceStates, rows: AppliedRows, arrays: InputArrays, adapters: Ints | None, timer: StepTimer
     ) -> AwaitedStep:
         """This stage's part of a step that the last one draws."""
         assert self._answers is not None
@@ -299,15 +299,21 @@ class ModelRunner:
         adjusted = self._adjustments.apply(logits, states, slots, keeps_logits=keeps_logits)
         return draw_rows(adjusted, sampling, rows, raw_logits=logits)
 
-    def _forward(self, arrays: InputArrays, reader: LogitReader | None, adapters: Ints) -> torch.Tensor:
-        """`adapters` [T]: the number of each token's adapter; -1: none. Graphs have none."""
-        is_adapted = self.adapters is not None and bool((adapters >= 0).any())
-        if reader is None and not is_adapted:
+    def _adapters_of(self, states: SequenceStates, rows: AppliedRows) -> Ints | None:
+        """[T], the number of each token's adapter, -1: none; None where no row has one."""
+        if self.adapters is None:
+            return None
+        numbers = states.adapter_numbers[rows.slots]
+        return numbers.repeat(rows.query_lens) if (numbers >= 0).any() else None
+
+    def _forward(self, arrays: InputArrays, reader: LogitReader | None, adapters: Ints | None) -> torch.Tensor:
+        """`adapters`: see `_adapters_of`. Graphs have none."""
+        if reader is None and adapters is None:
             for graphs in (self._graphs, self._mixed_graphs):
                 if graphs is not None and graphs.suits(arrays):
                     return graphs.run(arrays)
         batch = arrays.to_device(self.device, self._last_tokens, self._scratch)
-        with self.adapters.step(adapters) if self.adapters and is_adapted else nullcontext():
+        with self.adapters.step(adapters) if self.adapters and adapters is not None else nullcontext():
             return self._model.forward(
                 batch.token_ids, batch.positions, self.cache.layers, batch.attention, batch.logits_rows, reader
             )

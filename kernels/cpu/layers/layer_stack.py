@@ -10,9 +10,10 @@ that of the threads into and out of each. The code: native/layers.cpp.
 
 from __future__ import annotations
 
+import struct
 import weakref
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -42,19 +43,7 @@ LAYER = np.dtype(  # `Layer` of native/layers.cpp
         *[(name, _ADDRESS) for name in ("query_norm", "key_norm", "attention_post_norm", "mlp_post_norm")],  # 0: none
     ]
 )
-# `Step`, of a pass: sizes, the step's tensors and a workspace between operations.
-STEP = np.dtype(
-    [
-        *[(name, _COUNT) for name in ("rows", "num_sequences", "tables_stride", "element", "stored_element")],
-        *[(name, _COUNT) for name in ("hidden", "num_heads", "num_kv_heads", "head_size", "num_blocks", "block_size")],
-        *[(name, _ADDRESS) for name in ("positions", "slots", "block_tables", "seq_lens", "query_starts")],
-        *[(name, _ADDRESS) for name in ("update", "residual", "normed", "qkv", "attended", "inner", "activated")],
-        ("workspace", _ADDRESS),
-        *[(name, np.float64) for name in ("norm_eps", "norm_weight_offset", "logit_soft_cap")],
-        ("activation", _COUNT),
-    ]
-)
-_STEP_FIELDS = STEP.names or ()
+STEP = struct.Struct("=11q5q8q3dq")  # `Step`, of a pass: sizes, the step's tensors, a workspace, options
 _ACTIVATIONS: dict[str, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}  # `Activation` of native/rows.h
 
 
@@ -88,6 +77,13 @@ class StackStep:
     query_starts: torch.Tensor  # i32[sequences + 1]
 
 
+class BoundLayers:
+    """Records of `LAYER` with the addresses of caches."""
+
+    def __init__(self, records: np.ndarray) -> None:
+        self.records, self.address = records, records.ctypes.data  # looked up once: it is slow
+
+
 class LayerStack:
     """Layers, their weights checked once. Raises ValueError for weights that do not fit."""
 
@@ -106,20 +102,21 @@ class LayerStack:
             record["num_turned"] = layer.cos_sin.shape[1]
             record["attention_scale"], record["window"] = layer.attention_scale, layer.sliding_window
         # Of `STEP`, the same in all passes.
-        self._fields = {name: value for name, value in asdict(shape).items() if name in _STEP_FIELDS}
-        self._fields["activation"] = _ACTIVATIONS[shape.activation]
-        self._workspaces = LayerWorkspaces(shape)
+        self._sizes = shape.hidden, shape.num_heads, shape.num_kv_heads, shape.head_size
+        options = shape.norm_eps, shape.norm_weight_offset, shape.logit_soft_cap
+        self._options = *options, _ACTIVATIONS[shape.activation]
+        self._workspaces = LayerWorkspaces(shape, max(map(_prepared_bytes, layers)))
         # The caches of the call before, of which the first and the last stand for all, and records of layers with them.
-        self._bound: tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], np.ndarray] | None = None
+        self._bound: tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], BoundLayers] | None = None
 
     def __call__(
         self,
         residual: torch.Tensor,
         caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
         step: StackStep,
-        wanted: torch.Tensor,
+        wanted: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(residual, update) of the rows i64[R] `wanted` after the last layer, [R, hidden] each.
+        """(residual, update) of the rows i64[R] `wanted` after the last layer, [R, hidden] each; None: of all rows.
 
         residual [rows, hidden], contiguous, is what the first layer gets, and is overwritten; the caches of keys and
         values, one of each a layer, all alike, get the new ones.
@@ -130,20 +127,21 @@ class LayerStack:
         update = torch.zeros_like(residual)
         workspace = self._workspaces.take(rows, residual.dtype)
         # Behind the last attention no row meets another: of a prompt's only those go on whose results are asked for.
-        is_cut = rows - wanted.shape[0] >= _ROWS_WORTH_A_CUT
+        is_cut = wanted is not None and rows - wanted.shape[0] >= _ROWS_WORTH_A_CUT
         last = num_layers if is_cut else num_layers + 1
         self._run(range(last), layers, caches[0], step, workspace, (residual, update, workspace.attended))
-        residual, update = residual.index_select(0, wanted), update.index_select(0, wanted)
-        if is_cut and len(wanted) > 0:
-            behind = range(num_layers, num_layers + 1)
-            self._run(behind, layers, caches[0], step, workspace, (residual, update, workspace.attended[wanted]))
+        if wanted is not None:
+            residual, update = residual.index_select(0, wanted), update.index_select(0, wanted)
+            if is_cut and wanted.shape[0] > 0:
+                behind = range(num_layers, num_layers + 1)
+                self._run(behind, layers, caches[0], step, workspace, (residual, update, workspace.attended[wanted]))
         self._workspaces.give_back(workspace)
         return residual, update
 
     def _run(
         self,
         stages: range,
-        layers: np.ndarray,
+        layers: BoundLayers,
         cache: tuple[torch.Tensor, torch.Tensor],
         step: StackStep,
         workspace: LayerWorkspace,
@@ -151,33 +149,47 @@ class LayerStack:
     ) -> None:
         """Stages of `run_layers`; between: residual, update and attended of the rows that they compute."""
         residual, update, attended = between
-        fields = self._fields | workspace.addresses
-        fields |= {"rows": residual.shape[0], "element": element_of(residual, self._kept[0].input_norm)}
-        fields["stored_element"] = stored_element_of(*cache)
-        fields |= {"num_blocks": cache[0].shape[0], "block_size": cache[0].shape[2]}
-        fields |= {"num_sequences": step.seq_lens.shape[0], "tables_stride": step.block_tables.stride(0)}
-        given = {"update": update, "residual": residual, "attended": attended}
-        given |= {"positions": step.positions, "slots": step.slot_mapping}
-        given |= {"block_tables": step.block_tables, "seq_lens": step.seq_lens, "query_starts": step.query_starts}
-        for name, tensor in given.items():
-            fields[name] = tensor.data_ptr()
-        # All fields at once: one by one is slow.
-        record = np.array([tuple([fields[name] for name in _STEP_FIELDS])], dtype=STEP)
-        run_layers(layers, record, stages)
+        num_blocks, _, block_size, _ = cache[0].shape
+        passed = STEP.pack(
+            residual.shape[0],
+            step.seq_lens.shape[0],
+            step.block_tables.stride(0),
+            element_of(residual, self._kept[0].input_norm),
+            stored_element_of(*cache),
+            *self._sizes,
+            num_blocks,
+            block_size,
+            step.positions.data_ptr(),
+            step.slot_mapping.data_ptr(),
+            step.block_tables.data_ptr(),
+            step.seq_lens.data_ptr(),
+            step.query_starts.data_ptr(),
+            update.data_ptr(),
+            residual.data_ptr(),
+            workspace.normed.data_ptr(),
+            workspace.qkv.data_ptr(),
+            attended.data_ptr(),
+            workspace.inner.data_ptr(),
+            workspace.activated.data_ptr(),
+            workspace.prepared.data_ptr(),
+            *self._options,
+        )
+        run_layers(layers, passed, stages)
 
-    def _with_caches(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> np.ndarray:
+    def _with_caches(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> BoundLayers:
         """Records of the layers with the addresses of these caches; not to be written to. Weak references tell whether
         they are those of the call before: a cache that is given up is not held."""
         if caches and self._bound is not None:
-            first, last, layers = self._bound
+            first, last, bound = self._bound
             if first() is caches[0][0] and last() is caches[-1][1]:
-                return layers
+                return bound
         self._check_caches(caches)
-        layers = self._layers.copy()  # as a pass over others may be on its way
-        layers["key_cache"] = [key.data_ptr() for key, _ in caches]
-        layers["value_cache"] = [value.data_ptr() for _, value in caches]
-        self._bound = weakref.ref(caches[0][0]), weakref.ref(caches[-1][1]), layers
-        return layers
+        records = self._layers.copy()  # as a pass over others may be on its way
+        records["key_cache"] = [key.data_ptr() for key, _ in caches]
+        records["value_cache"] = [value.data_ptr() for _, value in caches]
+        bound = BoundLayers(records)
+        self._bound = weakref.ref(caches[0][0]), weakref.ref(caches[-1][1]), bound
+        return bound
 
     def _check_call(self, residual: torch.Tensor, step: StackStep) -> None:
         shape, rows, sequences = self._shape, residual.shape[0], step.seq_lens.shape[0]
@@ -206,10 +218,16 @@ class LayerStack:
                 raise ValueError(f"caches {tuple(first.shape)} and {tuple(cache.shape)} are not alike and contiguous")
 
 
-def run_layers(layers: np.ndarray, step: np.ndarray, stages: range) -> None:
-    """Stages of a step, the one record of `STEP`, through layers, records of `LAYER`: stage i is all that lies between
-    attention i - 1 and i, and this; the last, behind all attentions, has the number of layers."""
-    library().run_layers(layers.ctypes.data, len(layers), step.ctypes.data, stages.start, stages.stop, num_threads())
+def run_layers(layers: BoundLayers, step: bytes, stages: range) -> None:
+    """Stages of a step, of `STEP`: stage i is all that lies between attention i - 1 and i, and this; the last, behind
+    all attentions, has the number of layers."""
+    library().run_layers(layers.address, len(layers.records), step, stages.start, stages.stop, num_threads())
+
+
+def _prepared_bytes(layer: LayerWeights) -> int:
+    """What a row takes while any of its products multiplies it."""
+    products = layer.qkv, layer.attention_out, layer.mlp_in, layer.mlp_out
+    return max(product.workspace_bytes(element_of(layer.input_norm)) for product in products)
 
 
 def _check(shape: StackShape, layer: LayerWeights) -> None:

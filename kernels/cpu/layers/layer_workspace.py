@@ -14,7 +14,6 @@ import torch
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 MLP_ROWS = 256  # as many as an MLP takes at a time (native/layers.cpp)
-_BYTES_OF_GROUP = 40
 _KEPT_ROWS = 256  # those of a prompt need memory that other steps can use: 26 MB for 2,048 of SmolLM2-135M
 
 
@@ -37,31 +36,32 @@ class LayerWorkspace:
     """For a pass of up to `rows` rows of `dtype`; one pass at a time.
 
     Attributes:
+        normed: [rows, hidden].
+        qkv: [rows, heads and twice kv heads].
         attended: [rows, heads], what attention gives.
-        addresses: of the fields of `layer_stack.STEP` that lie in this workspace.
+        inner: [rows of an MLP, twice intermediate].
+        activated: [rows of an MLP, intermediate].
+        prepared: u8, rows as a product takes them.
     """
 
-    def __init__(self, shape: StackShape, rows: int, dtype: torch.dtype) -> None:
+    def __init__(self, shape: StackShape, rows: int, dtype: torch.dtype, prepared_bytes: int) -> None:
+        """`prepared_bytes`: of a row, `Product.workspace_bytes` of any of the products."""
         self.rows, self.dtype = rows, dtype
         heads, mlp_rows = shape.num_heads * shape.head_size, min(rows, MLP_ROWS)
-        widest = max(shape.hidden, shape.intermediate, heads)
+        self.normed = torch.empty(rows, shape.hidden, dtype=dtype)
+        self.qkv = torch.empty(rows, heads + 2 * shape.num_kv_heads * shape.head_size, dtype=dtype)
         self.attended = torch.empty(rows, heads, dtype=dtype)
-        self._tensors = {
-            "normed": torch.empty(rows, shape.hidden, dtype=dtype),
-            "qkv": torch.empty(rows, heads + 2 * shape.num_kv_heads * shape.head_size, dtype=dtype),
-            "inner": torch.empty(mlp_rows, 2 * shape.intermediate, dtype=dtype),
-            "activated": torch.empty(mlp_rows, shape.intermediate, dtype=dtype),
-            # Rows of any of the products as float32, or quantised, which takes less but for a group's last inputs.
-            "workspace": torch.empty(rows * (4 * widest + _BYTES_OF_GROUP), dtype=torch.uint8),
-        }
-        self.addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
+        self.inner = torch.empty(mlp_rows, 2 * shape.intermediate, dtype=dtype)
+        self.activated = torch.empty(mlp_rows, shape.intermediate, dtype=dtype)
+        self.prepared = torch.empty(rows * prepared_bytes, dtype=torch.uint8)
 
 
 class LayerWorkspaces:
     """Workspaces that no pass is in; may be used by several threads."""
 
-    def __init__(self, shape: StackShape) -> None:
-        self._shape = shape
+    def __init__(self, shape: StackShape, prepared_bytes: int) -> None:
+        """See `LayerWorkspace`."""
+        self._shape, self._prepared_bytes = shape, prepared_bytes
         self._free: list[LayerWorkspace] = []
 
     def take(self, rows: int, dtype: torch.dtype) -> LayerWorkspace:
@@ -69,12 +69,12 @@ class LayerWorkspaces:
         try:
             workspace = self._free.pop()
         except IndexError:
-            return LayerWorkspace(self._shape, rows, dtype)
+            return LayerWorkspace(self._shape, rows, dtype, self._prepared_bytes)
         if workspace.rows >= rows and workspace.dtype == dtype:
             return workspace
         if rows > _KEPT_ROWS:
             self._free.append(workspace)
-        return LayerWorkspace(self._shape, rows, dtype)
+        return LayerWorkspace(self._shape, rows, dtype, self._prepared_bytes)
 
     def give_back(self, workspace: LayerWorkspace) -> None:
         """For a later pass, unless it is larger than what a decode step needs."""

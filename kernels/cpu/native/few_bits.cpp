@@ -52,7 +52,7 @@ struct E4m3Bits {
     INLINED F read(const char *step, int i, int v) const { return load((const E4m3 *)step + i * PANEL + v * LANES); }
 };
 
-// C [ROWS, 48] = S + x . W over `depth` inputs from `first` on. `out`: where W is written as float32 [inputs, 48], or 0.
+// C [ROWS, 48] = S + x . W over `depth` inputs from `first` on. `out`: where W is written, float32 [inputs, 48], or 0.
 template <class Codes, bool HAS_OFFSET, int ROWS, bool WRITES>
 void tile(const Records &records, const RecordLayout &layout, const PanelWork &work, i64 first, i64 depth,
           const float *s, i64 s_stride, float *c, i64 c_stride, i64 ahead, float *out) {
@@ -137,7 +137,7 @@ void add_panel(const Records &records, const PanelWork &work) {
 }  // namespace
 
 void add_few_bits(const Records &records, const PanelWork &work) {
-    bool has_offset = records.second != NO_OFFSET;
+    bool has_offset = records.offset != NO_OFFSET;
     if (records.codes == CODES_INT8 && has_offset) add_panel<EightBits, true>(records, work);
     else if (records.codes == CODES_INT8) add_panel<EightBits, false>(records, work);
     else if (records.codes == CODES_E4M3) add_panel<E4m3Bits, false>(records, work);

@@ -125,6 +125,9 @@ void write_sums(const float *sums, i64 rows, i64 width, i64 element, void *out, 
 }
 
 i64 workspace_bytes(const Product &product, i64 element, i64 rows) { return rows * prepared_bytes(product, element); }
+EXPORT i64 octavo_workspace_bytes(const Product *product, i64 element, i64 rows) {
+    return workspace_bytes(*product, element, rows);
+}
 
 void multiply(Team &team, const Product &product, i64 element, void *out, i64 out_stride, const void *x, i64 x_stride,
               i64 rows, char *workspace) {

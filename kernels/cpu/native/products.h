@@ -11,9 +11,9 @@ enum Kind { WEIGHT_FLOAT32, WEIGHT_BFLOAT16, WEIGHT_RECORDS, WEIGHT_PAIRS, INT8,
 // and bytes in quads. Those of rounded rows are UINT4, INT4 and these two.
 enum Codes { CODES_UINT4, CODES_INT4, CODES_E2M1, CODES_INT8, CODES_E4M3, CODES_INT6, CODES_QUADS };
 enum Scale { SCALE_FLOAT16, SCALE_FLOAT32, SCALE_FACTOR };
-enum Second { NO_OFFSET, OFFSET_FLOAT16, ZERO, OFFSET_FACTOR };  // of ZERO the offset is -scale zero
+enum Offset { NO_OFFSET, OFFSET_FLOAT16, ZERO, OFFSET_FACTOR };  // of ZERO the offset is -scale zero
 struct Records {
-    i64 codes, scale, second;
+    i64 codes, scale, offset;
     i64 group;  // inputs that share a scale: a multiple of 32 for codes of four bits, of 16 for others
 };
 

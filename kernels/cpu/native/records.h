@@ -24,10 +24,10 @@ struct RecordLayout {
 
     explicit RecordLayout(const Records &records) : group(records.group) {
         bool has_factors = records.scale == SCALE_FACTOR;
-        const i64 scale_bytes[] = {2, 4, 1}, second_bytes[] = {0, 2, 1, 1}, bits[] = {4, 4, 4, 8, 8, 6, 8};
+        const i64 scale_bytes[] = {2, 4, 1}, offset_bytes[] = {0, 2, 1, 1}, bits[] = {4, 4, 4, 8, 8, 6, 8};
         inputs = has_factors ? (i64)INPUTS_OF_FACTORS : group;
-        head = !has_factors ? 0 : records.second == OFFSET_FACTOR ? PANEL * 4 : PANEL * 2;
-        line = PANEL * (scale_bytes[records.scale] + second_bytes[records.second]);
+        head = !has_factors ? 0 : records.offset == OFFSET_FACTOR ? PANEL * 4 : PANEL * 2;
+        line = PANEL * (scale_bytes[records.scale] + offset_bytes[records.offset]);
         lines = inputs / group * line;
         step = PANEL * bits[records.codes];
         bytes = head + lines + inputs / 8 * step;
@@ -68,15 +68,15 @@ INLINE F load_byte(const char *p) { return to_float(widen((const int8_t *)p)); }
 template <bool HAS_OFFSET, int COLUMNS>
 INLINE void read_line(const Records &records, const char *record, const char *line, i64 lane, F (&scales)[COLUMNS],
                       F (&offsets)[COLUMNS]) {
-    const char *second = line + PANEL * (records.scale == SCALE_FLOAT16 ? 2 : records.scale == SCALE_FLOAT32 ? 4 : 1);
+    const char *offset = line + PANEL * (records.scale == SCALE_FLOAT16 ? 2 : records.scale == SCALE_FLOAT32 ? 4 : 1);
 #pragma GCC unroll 3
     for (int v = 0; v < COLUMNS; v++, lane += LANES) {
         if (records.scale == SCALE_FLOAT16) scales[v] = load((const Float16 *)line + lane);
         else if (records.scale == SCALE_FLOAT32) scales[v] = load((const float *)line + lane);
         else scales[v] = load((const Float16 *)record + lane) * load_byte(line + lane);
         if (!HAS_OFFSET) continue;
-        if (records.second == OFFSET_FLOAT16) offsets[v] = load((const Float16 *)second + lane);
-        else if (records.second == ZERO) offsets[v] = splat(0.0f) - scales[v] * load_byte(second + lane);
-        else offsets[v] = load((const Float16 *)record + PANEL + lane) * load_byte(second + lane);
+        if (records.offset == OFFSET_FLOAT16) offsets[v] = load((const Float16 *)offset + lane);
+        else if (records.offset == ZERO) offsets[v] = splat(0.0f) - scales[v] * load_byte(offset + lane);
+        else offsets[v] = load((const Float16 *)record + PANEL + lane) * load_byte(offset + lane);
     }
 }

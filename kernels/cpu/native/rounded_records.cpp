@@ -54,7 +54,7 @@ template <class Codes, int PIECE, int ROWS, int COLUMNS>
 __attribute__((noinline)) void tile(const PanelProduct &work, const Group *groups, i64 lane, float *totals, const char *next, i64 lines) {
     const RecordLayout layout = work.layout;
     const Records records = work.records;
-    const bool has_offsets = records.second != NO_OFFSET;
+    const bool has_offsets = records.offset != NO_OFFSET;
     const i64 stride = work.num_groups, depth = stride * GROUP, half_bytes = layout.step * HALF / 8;
     const char *record = work.panel;
     totals += lane;

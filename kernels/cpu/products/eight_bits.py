@@ -1,4 +1,4 @@
-"""Weights quantised to eight bits when a model is loaded, as `int8_linear` multiplies them: in one pass what
+"""Weights quantised to eight bits when a model is loaded, as `Product.of_int8` takes them: in one pass what
 `quantize_int8` and `pack_int8` of `kernels.int8_weight` make, bit for bit. The code: native/packing.cpp.
 """
 

@@ -2,46 +2,43 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 from kernels.cpu.elements import BFLOAT16, element_of
 from kernels.cpu.library import library, num_threads
-from kernels.cpu.products.packed_weight import kind_of_packed, packed_shape
+from kernels.cpu.products.packed_weight import Kind, kind_of_packed, packed_shape
 from kernels.cpu.products.records import FORMATS, GROUP, Records, RecordWeight
 from kernels.int8_weight import GROUP as INT8_GROUP
 from kernels.int8_weight import PANEL as INT8_PANEL
 
-FIELDS = (
-    "kind",
-    "weight",
-    "scale",
-    "bias",
-    "num_in",
-    "num_out",
-    "codes",
-    "scale_kind",
-    "offset_kind",
-    "group",
-    "order",
-    "next",
+_ADDRESS = _COUNT = np.int64
+PRODUCT = np.dtype(  # `Product` of native/products.h
+    [
+        ("kind", np.int64),
+        *[(name, _ADDRESS) for name in ("weight", "scale", "bias")],
+        *[(name, _COUNT) for name in ("num_in", "num_out")],
+        *[(name, np.int64) for name in ("codes", "scale_kind", "offset_kind", "group")],
+        *[(name, _ADDRESS) for name in ("order", "next")],
+    ]
 )
-PRODUCT = np.dtype([(name, np.int64) for name in FIELDS])  # `Product` of native/products.h
-_RECORD: Any = ctypes.c_int64 * len(FIELDS)
-_RECORDS, _PAIRS, _INT8, _ROUNDED_RECORDS = 2, 3, 4, 5  # `Kind`
-_OF_ROUNDED_ROWS = (_INT8, _ROUNDED_RECORDS)
+_OF_ROUNDED_ROWS = (Kind.INT8, Kind.ROUNDED_RECORDS)
 
 
 class Product:
-    """A weight with what belongs to it, checked once; `record`, of `PRODUCT`, is good for as long as this lives."""
+    """A weight with what belongs to it, checked once.
+
+    Attributes:
+        kind: how the weight is kept.
+        records: of a weight in records, their format.
+        record: one of `PRODUCT`, good for as long as this lives.
+    """
 
     def __init__(
         self,
-        kind: int,
+        kind: Kind,
         weight: torch.Tensor,
         scale: torch.Tensor | None,
         bias: torch.Tensor | None,
@@ -54,23 +51,23 @@ class Product:
         num_out, self.in_features = sizes
         self.out_features: int = num_out + (0 if behind is None else behind.out_features)
         self._kept = weight, scale, bias, order
-        self._records, self._behind = records, behind
+        self.kind, self.records, self._behind = kind, records, behind
         self.weight_bytes = sum(tensor.nbytes for tensor in self._kept if tensor is not None)
         if behind is not None:
             self.weight_bytes += behind.weight_bytes
         of_weight, of_scale, of_bias, of_order = (0 if tensor is None else tensor.data_ptr() for tensor in self._kept)
         format_ = (0, 0, 0, 0) if records is None else (records.codes, records.scale, records.offset, records.group)
-        self._kind = kind
-        of_behind = 0 if behind is None else ctypes.addressof(behind._passed)
-        self.record = (kind, of_weight, of_scale, of_bias, self.in_features, num_out, *format_, of_order, of_behind)
-        self._passed: Any = _RECORD(*self.record)
+        of_behind = 0 if behind is None else behind._address
+        fields = (kind, of_weight, of_scale, of_bias, self.in_features, num_out, *format_, of_order, of_behind)
+        self.record = np.array(fields, PRODUCT)
+        self._address: int = self.record.ctypes.data
 
     @classmethod
     def of_floats(cls, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int, in_features: int) -> Product:
         """A weight of `pack` or `pack_pairs`. Raises ValueError for one that is not of this size, TypeError for a type
         that no weight is packed in."""
         kind, inputs = kind_of_packed(packed), in_features
-        if kind == _PAIRS:
+        if kind is Kind.PAIRS:
             inputs = in_features // 2 if in_features % 2 == 0 else -1
         if packed.shape != packed_shape(packed.dtype, out_features, inputs) or not packed.is_contiguous():
             raise ValueError(f"weight {tuple(packed.shape)} is not packed for {out_features} x {in_features}")
@@ -108,13 +105,13 @@ class Product:
             )
         if not are_rows_rounded and in_features % GROUP:
             raise ValueError(f"{in_features} inputs are not whole groups of {GROUP}")
-        kind, sizes = _ROUNDED_RECORDS if are_rows_rounded else _RECORDS, (weight.out_features, in_features)
+        kind, sizes = Kind.ROUNDED_RECORDS if are_rows_rounded else Kind.RECORDS, (weight.out_features, in_features)
         order = None if order is None else order.contiguous()
         return cls(kind, weight.packed, None, bias, *sizes, records=weight.records, order=order)
 
     @classmethod
     def of_int8(cls, packed: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, in_features: int) -> Product:
-        """A weight as `int8_linear` takes it. Raises ValueError for one that is not of this size."""
+        """A weight as `reference.int8_linear` takes it. Raises ValueError for one that is not of this size."""
         out_features = scale.shape[0]
         expected = (-(-out_features // INT8_PANEL), -(-in_features // INT8_GROUP))
         if packed.shape[:2] != expected or packed.dtype != torch.uint8 or not packed.is_contiguous():
@@ -122,7 +119,7 @@ class Product:
             raise ValueError(f"weight {sizes}")
         for name, values in (("scale", scale), ("bias", bias)):
             _check_numbers(name, values, out_features)
-        return cls(_INT8, packed, scale, bias, out_features, in_features)
+        return cls(Kind.INT8, packed, scale, bias, out_features, in_features)
 
     @classmethod
     def side_by_side(cls, products: Sequence[Product]) -> Product | None:
@@ -134,29 +131,28 @@ class Product:
         joined = last
         for one in reversed(others):
             weight, scale, bias, order = one._kept
-            sizes, records = (one.out_features, one.in_features), one._records
-            joined = cls(one._kind, weight, scale, bias, *sizes, records=records, order=order, behind=joined)
+            sizes, records = (one.out_features, one.in_features), one.records
+            joined = cls(one.kind, weight, scale, bias, *sizes, records=records, order=order, behind=joined)
         return joined
 
     def _fits(self, other: Product) -> bool:
         mine, its = self._kept[3], other._kept[3]
         return (
             self.in_features == other.in_features
-            and (self._kind in _OF_ROUNDED_ROWS) == (other._kind in _OF_ROUNDED_ROWS)
-            and _PAIRS not in (self._kind, other._kind)
+            and (self.kind in _OF_ROUNDED_ROWS) == (other.kind in _OF_ROUNDED_ROWS)
+            and Kind.PAIRS not in (self.kind, other.kind)
             and self._behind is None
             and (mine is its or (mine is not None and its is not None and torch.equal(mine, its)))
         )
 
-    def compiled(self, in_features: int) -> Product:
-        """Itself, as layers in one call take it. Raises ValueError where it has not so many inputs."""
-        if in_features != self.in_features:
-            raise ValueError(f"a product of {self.in_features} inputs is not one of {in_features}")
-        return self
-
     def is_for(self, dtype: torch.dtype) -> bool:
         """Whether rows of this type can be multiplied by it."""
-        return self._kind != _PAIRS or dtype == torch.bfloat16
+        return self.kind is not Kind.PAIRS or dtype == torch.bfloat16
+
+    def workspace_bytes(self, element: int) -> int:
+        """What each row takes while it is multiplied, prepared once for all outputs; rows as `element_of` says."""
+        num_bytes: int = library().workspace_bytes(self._address, element, 1)
+        return num_bytes
 
     def multiply(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """out [T, out_features] = x [T, in_features] W^T + bias; both may be strided in their first dimension. Raises
@@ -168,11 +164,11 @@ class Product:
         if (out.stride(1) != 1 and out.shape[1] > 1) or (x.stride(1) != 1 and x.shape[1] > 1):
             raise ValueError(f"out {tuple(out.shape)} or x {tuple(x.shape)} does not lie line by line")
         element = element_of(out, x)
-        if self._kind == _PAIRS and element != BFLOAT16:
+        if self.kind is Kind.PAIRS and element != BFLOAT16:
             raise TypeError(f"pairs of bfloat16 are multiplied by bfloat16, not {x.dtype}")
         if rows:
             places = out.data_ptr(), out.stride(0), x.data_ptr(), x.stride(0)
-            library().multiply(ctypes.addressof(self._passed), element, *places, rows, num_threads())
+            library().multiply(self._address, element, *places, rows, num_threads())
 
 
 def _check_bias(bias: torch.Tensor | None, out_features: int) -> None:

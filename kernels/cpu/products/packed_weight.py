@@ -13,6 +13,7 @@ For rows of bfloat16 and a processor that multiplies pairs of such numbers, two 
 from __future__ import annotations
 
 import math
+from enum import IntEnum
 
 import torch
 
@@ -22,12 +23,24 @@ from kernels.cpu.products.few_bits_fit import pack_few_bits
 from kernels.cpu.products.new_bytes import NewBytes, new_bytes
 from kernels.cpu.products.records import FORMATS, GROUP, PANEL
 
-# `Kind` of native/products.h, by the type of a packed tensor.
+
+class Kind(IntEnum):
+    """How a weight is kept; `Kind` of native/products.h. Of the last two rows are rounded as they come."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    RECORDS = 2
+    PAIRS = 3
+    INT8 = 4
+    ROUNDED_RECORDS = 5
+
+
+# By the type of a packed tensor.
 KINDS = {
-    torch.float32: 0,
-    torch.bfloat16: 1,
-    **dict.fromkeys(FORMATS, 2),
-    torch.uint32: 3,
+    torch.float32: Kind.FLOAT32,
+    torch.bfloat16: Kind.BFLOAT16,
+    **dict.fromkeys(FORMATS, Kind.RECORDS),
+    torch.uint32: Kind.PAIRS,
 }
 
 
@@ -80,8 +93,8 @@ def packed_shape(dtype: torch.dtype, out_features: int, in_features: int) -> tup
     return num_panels, in_features // GROUP, records.record_bytes(GROUP) // dtype.itemsize
 
 
-def kind_of_packed(packed: torch.Tensor) -> int:
-    """How the library calls the way in which a weight is packed. Raises TypeError for what `pack` never gives."""
+def kind_of_packed(packed: torch.Tensor) -> Kind:
+    """How a weight of `pack` or `pack_pairs` is kept. Raises TypeError for what `pack` never gives."""
     try:
         return KINDS[packed.dtype]
     except KeyError:

@@ -5,8 +5,8 @@ weight's columns in order, one fused multiply-add after the other, with the numb
 So a product has the bits of the float32 product with these (with an `order`, of both in that order). Where a format's
 author has rows rounded to 8-bit floats they stay as they are, too: that is nearer to the model before it was quantised.
 
-Rows of `Inputs.INT8` are rounded as `int8_linear` does it, by 32 inputs, and multiplied by the same numbers of the
-weight: `Product.of_records` has the formula. Weights of floats (E4M3, E2M1) have no such product.
+Rows of `Inputs.INT8` are rounded as `reference.int8_linear` does it, by 32 inputs, and multiplied by the same numbers
+of the weight: `Product.of_records` has the formula. Weights of floats (E4M3, E2M1) have no such product.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Scale(IntEnum):
 
 
 class Offset(IntEnum):
-    """How a record has its offsets; `Second` of native/products.h."""
+    """How a record has its offsets; `Offset` of native/products.h."""
 
     NOTHING = 0
     FLOAT16 = 1

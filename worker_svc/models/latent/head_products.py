@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from worker_svc.host.huge_pages import HugePages
-from worker_svc.models.products.packed_linear import PackedLinear
+from worker_svc.models.products.packed_linear import packed_linear
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,9 +31,8 @@ class PackedHeads:
 
     def __init__(self, weight: torch.Tensor, memory: HugePages | None) -> None:
         """weight [heads, outputs, inputs]."""
-        packed = [PackedLinear(of_head, None, memory) for of_head in weight]
-        self._products: Sequence[Product] = [each.compiled(weight.shape[2]) for each in packed]
-        self.weight_bytes = sum(each.weight_bytes for each in packed)
+        self._products: Sequence[Product] = [packed_linear(of_head, None, memory).product for of_head in weight]
+        self.weight_bytes = sum(product.weight_bytes for product in self._products)
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """See `HeadProducts`."""

@@ -1,8 +1,8 @@
-"""Dense layers that compiled code can multiply by itself, of layers that are computed in one call (`FusedLayers`)."""
+"""y = x W^T + b by a product of the compiled library, whatever the weight is kept in."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,16 +10,17 @@ if TYPE_CHECKING:
     from kernels.cpu.products.layer_product import Product
 
 
-@runtime_checkable
-class CompiledLinear(Protocol):
-    """A dense layer on a CPU; see `Linear`."""
+class CompiledLinear:
+    """See `Linear`; on a CPU: a row's result is the same alone as beside others.
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes that weight and bias occupy."""
+    Of bfloat16 rows the sums are float32, too, and rounded once. `FusedLayers` multiplies by `product` itself.
+    """
+
+    def __init__(self, product: Product) -> None:
+        self.product, self.weight_bytes = product, product.weight_bytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in_features], contiguous, to [T, out_features]."""
-
-    def compiled(self, in_features: int) -> Product:
-        """What compiled code needs. Raises ValueError where the layer has not so many inputs."""
+        """See `Linear`."""
+        out = x.new_empty(x.shape[0], self.product.out_features)
+        self.product.multiply(out, x)
+        return out

@@ -3,8 +3,8 @@ at every later start.
 
 A weight that the checkpoint has in few bits keeps its numbers: with int8 all integers, with int4 those of up to six
 bits. It is no product of this store, which only says so (`keeps`). A float32 weight that is one of four bits
-(`few_bits_fit` finds it) keeps these, whatever is asked for (`Int4Linear`). Any other is quantised, expanded first
-where it has few bits: with int8 to eight bits (`Int8Linear`), with int4 to four, but for the head, which takes eight.
+(`few_bits_fit` finds it) keeps these, whatever is asked for. Any other is quantised, expanded first
+where it has few bits: with int8 to eight bits, with int4 to four, but for the head, which takes eight.
 
 The file lies in Octavo's cache, beside the models. Its name holds the model's hash, the sizes and times of the files
 that have the weights, the type that these were read in, the quantisation and the version of the layout: a file that is
@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
 import structlog
 import torch
@@ -34,14 +34,16 @@ from worker_svc.models.checkpoint.stored_tensor import StoredTensor
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.errors import ModelError
 from worker_svc.models.parts import ModelPart
-from worker_svc.models.products.int4_linear import Int4Linear
-from worker_svc.models.products.int8_linear import Int8Linear
+from worker_svc.models.products.compiled_linear import CompiledLinear
 from worker_svc.models.products.kept_file import KeptFile
 from worker_svc.models.quantized.stored_module import read_all
 
+if TYPE_CHECKING:
+    from kernels.cpu.products.layer_product import Product
+    from kernels.cpu.products.records import Records
+
 log = structlog.get_logger()
 
-_Kept = TypeVar("_Kept", Int8Linear, Int4Linear)
 _LAYOUT_VERSION = 5  # to be counted up with every change of what is made of the same weights
 _PACKED, _SCALE, _RECORDS, _BIAS, _OUTPUTS = "packed", "scale", "records", "bias", "outputs"
 GROUPS = {"int4": 32, "int4-128": 128}  # inputs that share a scale; int8 has one an output
@@ -56,7 +58,7 @@ class QuantizedStore:
         self._quantization, self._group = config.quantization, GROUPS.get(config.quantization)
         self._heads = config.style.names.head, config.style.names.embedding  # the latter where it is tied
         self._may_have_four_bits = config.dtype == torch.float32
-        self._products: dict[str, Int8Linear | Int4Linear] = {}
+        self._parts: dict[str, dict[str, torch.Tensor]] = {}  # of each product, what is written of it
         self._num_made, self._memory = 0, HugePages()
         self._stored: Tensors = _read(path) if path is not None else {}
 
@@ -74,7 +76,7 @@ class QuantizedStore:
         """Whether a weight that the checkpoint has in these stays as it is, and only rows are rounded."""
         return numbers in (Numbers.UINT4, Numbers.INT6) or (numbers is Numbers.INT8 and self._group is None)
 
-    def find(self, name: str, out_features: int, in_features: int) -> Int8Linear | Int4Linear | None:
+    def find(self, name: str, out_features: int, in_features: int) -> CompiledLinear | None:
         """The product that an earlier start kept; None where there is none of these sizes."""
         stored = {part: self._stored.get(f"{name}.{part}") for part in (_PACKED, _SCALE, _RECORDS, _BIAS, _OUTPUTS)}
         if stored[_PACKED] is None:
@@ -83,38 +85,43 @@ class QuantizedStore:
             outputs = _small(stored[_OUTPUTS], 1, torch.int32)
             if outputs is None or int(outputs) != out_features:
                 return None  # what has this name is a part of the product, kept by itself
-            product = _product(stored, out_features, in_features, self._memory)
+            parts = _read_parts(stored, out_features, in_features, self._memory)
+            return self._add(name, parts, out_features, in_features)
         except (ModelError, OSError, ValueError, ZeroDivisionError) as error:  # the last of a group of no inputs
             path = None if self._file is None else str(self._file.path)
             log.warning("a kept product is damaged, and is made again", product=name, path=path, error=str(error))
             return None
-        self._products[name] = product
-        return product
 
-    def make(self, name: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Int8Linear | Int4Linear:
+    def make(self, name: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> CompiledLinear:
         """Quantises a product; its weight [out_features, in_features] is not needed afterwards."""
         from kernels.cpu.products import eight_bits, four_bits  # here, see `_product`
 
         self._num_made += 1
-        bias, new = None if bias is None else bias.float(), self._memory.new
-        if self._may_have_four_bits and (found := four_bits.find_four_bits(weight, new)) is not None:
-            return self._add(name, Int4Linear(found, bias))
-        if self._group is not None and not name.endswith(self._heads):
-            return self._add(name, Int4Linear(four_bits.quantize_four_bits(weight, self._group, new), bias))
-        return self._add(name, Int8Linear(*eight_bits.quantize_eight_bits(weight, new), bias))
+        parts, new = {} if bias is None else {_BIAS: bias.float()}, self._memory.new
+        found = four_bits.find_four_bits(weight, new) if self._may_have_four_bits else None
+        if found is None and self._group is not None and not name.endswith(self._heads):
+            found = four_bits.quantize_four_bits(weight, self._group, new)
+        if found is None:
+            parts[_PACKED], parts[_SCALE] = eight_bits.quantize_eight_bits(weight, new)
+        else:
+            records = found.records
+            format_ = torch.tensor([records.codes, records.scale, records.offset, records.group], dtype=torch.int32)
+            parts |= {_PACKED: found.packed, _RECORDS: format_}
+        return self._add(name, parts, *weight.shape)
 
-    def _add(self, name: str, product: _Kept) -> _Kept:
-        self._products[name] = product
-        return product
+    def _add(self, name: str, parts: dict[str, torch.Tensor], out_features: int, in_features: int) -> CompiledLinear:
+        product = _product(parts, out_features, in_features)
+        self._parts[name] = parts | {_OUTPUTS: torch.tensor([out_features], dtype=torch.int32)}
+        return CompiledLinear(product)
 
     def finish(self) -> None:
         """All products are made or found: writes the file unless it had them all."""
-        products, self._products, self._stored = self._products, {}, {}
+        parts, self._parts, self._stored = self._parts, {}, {}
         if self._file is None or not self._num_made:
             return
         seconds = round(time.monotonic() - self._started_s, 2)
         log.info(f"weights quantised to {self._quantization}", products=self._num_made, seconds=seconds)
-        path, tensors = str(self._file.path), _tensors(products)
+        path, tensors = str(self._file.path), _tensors(parts)
         try:
             num_bytes = sum(tensor.num_bytes for tensor in tensors)
             if self._file.write(num_bytes, partial(write_safetensors, tensors=tensors)):
@@ -140,49 +147,51 @@ def _read(path: Path) -> Tensors:
         return {}
 
 
-def _tensors(products: dict[str, Int8Linear | Int4Linear]) -> list[PendingTensor]:
-    pending = []
-    for name, product in products.items():
-        parts: dict[str, torch.Tensor | None] = {_BIAS: product.bias}
-        if isinstance(product, Int4Linear):
-            records = product.weight.records
-            format_ = torch.tensor([records.codes, records.scale, records.offset, records.group], dtype=torch.int32)
-            parts |= {_PACKED: product.weight.packed, _RECORDS: format_}
-            outputs = product.weight.out_features
-        else:
-            parts |= {_PACKED: product.packed, _SCALE: product.scale}
-            outputs = len(product.scale)
-        parts[_OUTPUTS] = torch.tensor([outputs], dtype=torch.int32)
-        for part, tensor in parts.items():
-            if tensor is not None:
-                pending.append(PendingTensor(f"{name}.{part}", tuple(tensor.shape), tensor.numpy, _TYPES[tensor.dtype]))
-    return pending
+def _tensors(of_products: dict[str, dict[str, torch.Tensor]]) -> list[PendingTensor]:
+    return [
+        PendingTensor(f"{name}.{part}", tuple(tensor.shape), tensor.numpy, _TYPES[tensor.dtype])
+        for name, parts in of_products.items()
+        for part, tensor in parts.items()
+    ]
 
 
-def _product(
-    stored: dict[str, StoredTensor | None], out_features: int, in_features: int, memory: HugePages
-) -> Int8Linear | Int4Linear:
-    """As `_tensors` has written it. Raises ValueError and ZeroDivisionError for what is of other sizes or types,
-    ModelError for what cannot be read."""
+def _product(parts: dict[str, torch.Tensor], out_features: int, in_features: int) -> Product:
+    """Raises ValueError for what is of other sizes or types."""
     # Here, so that a worker with a GPU waits for no compiler of CPU code.
-    from kernels.cpu.products.records import Codes, Offset, Records, RecordWeight, Scale
+    from kernels.cpu.products.layer_product import Product
+    from kernels.cpu.products.records import RecordWeight
 
+    if _RECORDS not in parts:
+        return Product.of_int8(parts[_PACKED], parts[_SCALE], parts.get(_BIAS), in_features)
+    weight = RecordWeight(_format(parts[_RECORDS]), parts[_PACKED], out_features, in_features)
+    return Product.of_records(weight, parts.get(_BIAS), are_rows_rounded=True)
+
+
+def _format(fields: torch.Tensor) -> Records:
+    from kernels.cpu.products.records import Codes, Offset, Records, Scale
+
+    codes, scale, offset, group = fields.tolist()
+    return Records(Codes(codes), Scale(scale), Offset(offset), group)
+
+
+def _read_parts(
+    stored: dict[str, StoredTensor | None], out_features: int, in_features: int, memory: HugePages
+) -> dict[str, torch.Tensor]:
+    """What `make` has kept. Raises ValueError and ZeroDivisionError for what is of other sizes or types, ModelError for
+    what cannot be read."""
     packed, records = stored[_PACKED], _small(stored[_RECORDS], 4, torch.int32)
     bias, scale = (_small(stored[part], out_features, torch.float32) for part in (_BIAS, _SCALE))
     shape: tuple[int, ...] = -(-out_features // PANEL), -(-in_features // GROUP), GROUP // QUAD, PANEL, QUAD
     if records is not None:
-        codes, of_scale, offset, group = records.tolist()
-        format_ = Records(Codes(codes), Scale(of_scale), Offset(offset), group)
-        shape = format_.packed_shape(out_features, in_features)
+        shape = _format(records).packed_shape(out_features, in_features)
     if packed is None or packed.dtype != torch.uint8 or packed.shape != shape:
         raise ValueError(f"its weight is not one of {out_features} outputs of {in_features} inputs")
+    if records is None and scale is None:
+        raise ValueError("it has no scale")
     weight = memory.new(math.prod(shape)).view(shape)
     packed.read_into(weight, [range(shape[0])], [range(shape[-1])])
-    if records is not None:
-        return Int4Linear(RecordWeight(format_, weight, out_features, in_features), bias)
-    if scale is None:
-        raise ValueError("it has no scale")
-    return Int8Linear(weight, scale, bias)
+    parts = {_BIAS: bias, _PACKED: weight, _SCALE: scale, _RECORDS: records}
+    return {part: tensor for part, tensor in parts.items() if tensor is not None}
 
 
 def _small(tensor: StoredTensor | None, size: int, dtype: torch.dtype) -> torch.Tensor | None:

@@ -11,6 +11,7 @@ from types import ModuleType
 import torch
 
 from kernels.e4m3_weight import quantize_e4m3
+from worker_svc.models.products.compiled_linear import CompiledLinear
 from worker_svc.models.quantized.quantized_linear import QuantizedLinear, quantized_linear
 
 
@@ -23,7 +24,9 @@ class Fp8Store:
     def find(self, name: str, out_features: int, in_features: int) -> None:
         """Nothing was kept."""
 
-    def make(self, name: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> QuantizedLinear:
+    def make(
+        self, name: str, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> CompiledLinear | QuantizedLinear:
         """Quantises a product; its weight [out_features, in_features] is not needed afterwards."""
         product = self._quantized_product(quantize_e4m3(weight), bias)
         assert product is not None, "a scale an output suits every shape"

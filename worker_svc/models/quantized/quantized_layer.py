@@ -61,7 +61,7 @@ def take_quantized(
             parts[-1] = joined
         else:
             parts.append(part)
-    return side_by_side_products([_made(weights, part, is_exact) for part in parts], len(inputs))
+    return side_by_side_products([_made(weights, part, is_exact) for part in parts])
 
 
 def drop_zero_biases(weights: Weights, names: Sequence[str], sizes: Sequence[int]) -> None:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
+from worker_svc.models.products.compiled_linear import CompiledLinear
 from worker_svc.models.products.rows import Rows, TakesRounded
 
 if TYPE_CHECKING:
-    from kernels.cpu.products.layer_product import Product
     from kernels.gpu.quantized.rounding import RoundedRows, Rounding
 
 
@@ -33,7 +33,7 @@ class RoundingProduct(Protocol):
 
 
 class QuantizedLinear(TakesRounded):
-    """See `Linear`."""
+    """See `Linear`; on a GPU."""
 
     def __init__(self, product: QuantizedProduct, out_features: int) -> None:
         self._product, self._out_features = product, out_features
@@ -57,24 +57,9 @@ class QuantizedLinear(TakesRounded):
         return out
 
 
-@runtime_checkable
-class CompiledProduct(QuantizedProduct, Protocol):
-    """One that compiled code can multiply by itself, of layers that are computed in one call (`FusedLayers`)."""
-
-    def compiled(self, in_features: int) -> Product:
-        """What it needs for that. Raises ValueError where the product has not so many inputs."""
-
-
-class CompiledQuantizedLinear(QuantizedLinear):
-    """See `Linear`; with such a product."""
-
-    def __init__(self, product: CompiledProduct, out_features: int) -> None:
-        super().__init__(product, out_features)
-        self.compiled = product.compiled
-
-
-def quantized_linear(product: QuantizedProduct, out_features: int) -> QuantizedLinear:
+def quantized_linear(product: QuantizedProduct, out_features: int) -> CompiledLinear | QuantizedLinear:
     """The layer of a product."""
-    if isinstance(product, CompiledProduct):
-        return CompiledQuantizedLinear(product, out_features)
-    return QuantizedLinear(product, out_features)
+    # Here, as all code for a CPU; the class alone needs no compiler.
+    from kernels.cpu.products.layer_product import Product
+
+    return CompiledLinear(product) if isinstance(product, Product) else QuantizedLinear(product, out_features)

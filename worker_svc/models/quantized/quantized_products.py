@@ -13,9 +13,9 @@ import torch
 from kernels.quantized_weight import Inputs, Numbers, QuantizedWeight
 from kernels.select import kernels_for
 from worker_svc.host.huge_pages import HugePages
+from worker_svc.models.products.compiled_linear import CompiledLinear
 from worker_svc.models.products.dense import dense
 from worker_svc.models.products.float_linear import FloatLinear
-from worker_svc.models.products.packed_linear import PackedLinear
 from worker_svc.models.products.tiled_linear import TiledLinear
 from worker_svc.models.quantized.quantized_linear import QuantizedLinear, QuantizedProduct, quantized_linear
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor, dequantize_into
@@ -35,7 +35,7 @@ class QuantizedProducts:
 
     def make(
         self, kind: str, weight: QuantizedWeight, bias: torch.Tensor | None, *, is_batch_invariant: bool
-    ) -> QuantizedLinear | FloatLinear | PackedLinear | TiledLinear:
+    ) -> CompiledLinear | QuantizedLinear | FloatLinear | TiledLinear:
         """The product with a weight of a format `kind`, which is not needed afterwards; bias of the model's type."""
         if (product := self._few_bits(weight, bias)) is not None:
             return quantized_linear(product, weight.out_features)
@@ -46,7 +46,9 @@ class QuantizedProducts:
             self.note_expanded(kind, f"there is no product of {weight.numbers.value} with {groups}")
         return made
 
-    def with_rounded_rows(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> QuantizedLinear | None:
+    def with_rounded_rows(
+        self, weight: QuantizedWeight, bias: torch.Tensor | None
+    ) -> CompiledLinear | QuantizedLinear | None:
         """The product of rows that are rounded to 8 bits with the very numbers of a weight; None where the device has
         none."""
         product = self._few_bits(replace(weight, inputs=Inputs.INT8, input_scale=None), bias)

@@ -8,19 +8,18 @@ import torch
 
 from worker_svc.models.products.compiled_linear import CompiledLinear
 from worker_svc.models.products.summed import Layer
-from worker_svc.models.quantized.quantized_linear import quantized_linear
 
 
-def side_by_side_products(products: Sequence[Layer], in_features: int) -> Layer:
+def side_by_side_products(products: Sequence[Layer]) -> Layer:
     """The outputs of one product after those of the other: as one product where compiled code can multiply all of them
     at once, with the bits of each."""
     if len(products) == 1:
         return products[0]
-    compiled = [product.compiled(in_features) for product in products if isinstance(product, CompiledLinear)]
+    compiled = [layer.product for layer in products if isinstance(layer, CompiledLinear)]
     if len(compiled) == len(products):
         joined = type(compiled[0]).side_by_side(compiled)
         if joined is not None:
-            return quantized_linear(joined, joined.out_features)
+            return CompiledLinear(joined)
     return SeparateProducts(products)
 
 
