@@ -152,9 +152,19 @@ INLINE __m256i dot_bytes(__m256i sums, __m256i weights, __m256i inputs) {
     return _mm256_add_epi32(sums, _mm256_add_epi32(even, odd));
 #endif
 }
+INLINE __m256i dot_small_bytes(__m256i sums, __m256i weights, __m256i inputs) {
+#ifdef __AVXVNNI__
+    return _mm256_dpbusd_avx_epi32(sums, weights, inputs);
+#else
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(weights, inputs), _mm256_set1_epi16(1)));
+#endif
+}
 // sums + in each lane four products of an unsigned byte of `weights` and a signed one of `inputs`, exact.
 INLINE I dot_bytes(I sums, I weights, I inputs) {
     return {dot_bytes(sums.a, weights.a, inputs.a), dot_bytes(sums.b, weights.b, inputs.b)};
+}
+INLINE I dot_small_bytes(I sums, I weights, I inputs) {  // of weights below 128: two products fit 16 bits
+    return {dot_small_bytes(sums.a, weights.a, inputs.a), dot_small_bytes(sums.b, weights.b, inputs.b)};
 }
 INLINE F dot_pairs(F, F, F sums) { return sums; }  // never called: there are no pairs
 

@@ -107,6 +107,15 @@ INLINE I dot_bytes(I sums, I weights, I inputs) {
 #endif
 }
 
+INLINE I dot_small_bytes(I sums, I weights, I inputs) {  // of weights below 128: two products fit 16 bits
+#ifdef __AVX512VNNI__
+    return {_mm512_dpbusd_epi32(sums.v, weights.v, inputs.v)};
+#else
+    __m512i pairs = _mm512_maddubs_epi16(weights.v, inputs.v);
+    return {_mm512_add_epi32(sums.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
+#endif
+}
+
 // sums + in each lane both products of a pair of bfloat16 of a and one of b; denormal numbers count as 0.
 #ifdef __AVX512BF16__
 enum { HAS_PAIRS = 1 };

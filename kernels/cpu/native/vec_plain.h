@@ -168,6 +168,7 @@ INLINE I dot_bytes(I sums, I weights, I inputs) {
         sums.v += (weights.v >> shift & 255) * ((Ints)((Unsigned)inputs.v << (24 - shift)) >> 24);
     return sums;
 }
+INLINE I dot_small_bytes(I sums, I weights, I inputs) { return dot_bytes(sums, weights, inputs); }
 INLINE F dot_pairs(F, F, F sums) { return sums; }  // never called: there are no pairs
 
 // 16 vectors become their columns.
