@@ -90,10 +90,12 @@ __attribute__((noinline)) void tile(const PanelProduct &work, const Group *group
                         codes[v] = Codes::read(from + v * CACHE_LINE, quad % QUADS_OF_HALF);
 #pragma GCC unroll 8
                     for (int r = 0; r < ROWS; r++) {
-                        I inputs = splat_at(groups[r * stride + g].numbers + first + quad * 4);
+                        const Group &group = groups[r * stride + g];
+                        I small = splat_at(group.numbers + first + quad * 4);
+                        Quad inputs = quad_of(group, first + quad * 4);
 #pragma GCC unroll 3
                         for (int v = 0; v < COLUMNS; v++)
-                            dots[r][v] = Codes::ARE_SMALL ? dot_small_bytes(dots[r][v], codes[v], inputs)
+                            dots[r][v] = Codes::ARE_SMALL ? dot_small_bytes(dots[r][v], codes[v], small)
                                                           : dot_bytes(dots[r][v], codes[v], inputs);
                     }
                 }
