@@ -99,7 +99,8 @@ def added(before: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
         return run["workload"], ENGINES[run["engine"]].type
 
     again = {ran(run) for run in rows["runs"]}
-    engines = rows["engines"] | before["engines"]
+    measured = {name: facts for name, facts in rows["engines"].items() if "ready_s" in facts}
+    engines = rows["engines"] | before["engines"] | measured
     for name, facts in engines.items():
         peaks = [of["engines"].get(name, {}).get("peak_gib", 0.0) for of in (before, rows)]
         engines[name] = facts | {"peak_gib": max(peaks)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,7 +130,7 @@ class SchedulerConfig:
     )
     step_time_goal: float = option(
         0.25,
-        "seconds that a step with decodes should take: so many tokens of others' prompts are in it (0: any number)",
+        "seconds that a step may take where somebody decodes; prompts get what is left of it (0: no bound)",
         group=SCHEDULING,
     )
     scheduler_delay_factor: float = option(
@@ -252,9 +253,10 @@ class SchedulerConfig:
         self.weights()  # raises for what is none
         self.model_names()  # likewise
         self.adapters()  # likewise
-        for name in ("step_time_goal", "scheduler_delay_factor"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, at least 0 is accepted")
+        if not 0 <= self.step_time_goal < math.inf:
+            raise ValueError(f"step_time_goal is {self.step_time_goal}, a number from 0 on is accepted")
+        if self.scheduler_delay_factor < 0:
+            raise ValueError(f"scheduler_delay_factor is {self.scheduler_delay_factor}, at least 0 is accepted")
         if not self.worker_wait_timeout >= 0:
             raise ValueError(f"worker_wait_timeout is {self.worker_wait_timeout}, at least 0 is accepted")
         for name in (

@@ -119,8 +119,10 @@ def test_a_workload_can_be_added_to_the_results_of_a_day() -> None:
     rows = {"engines": {"octavo": {"ready_s": 3.0, "peak_gib": 2.0}}, "runs": [run("W3", "octavo", 5.0)]}
     both = peers.added(before, rows)
     assert both["runs"] == [run("W1", "octavo", 10.0), run("W3", "octavo-int8", 2.0), run("W3", "octavo", 5.0)]
-    assert both["engines"]["octavo"] == {"ready_s": 2.0, "peak_gib": 2.0}
+    assert both["engines"]["octavo"] == {"ready_s": 3.0, "peak_gib": 2.0}
     assert both["engines"]["openvino"]["missing"] == "it"
+    rows["engines"]["openvino"] = {"ready_s": 1.0}
+    assert "missing" not in peers.added(before, rows)["engines"]["openvino"]
 
 
 def test_w1_is_set_against_reading_its_weights_at_the_speed_measured_beside_it() -> None:

@@ -21,7 +21,7 @@ from octavo.models.gguf_config import family_of, lengths, read_config
 from octavo.models.gguf_families import GgufFamily, Layout, Weight
 from octavo.models.gguf_file import FileTensor, GgufFile
 from octavo.models.gguf_metadata import Metadata
-from octavo.models.gguf_tokenizer import CONTROL, tokenizer_files
+from octavo.models.gguf_tokenizer import ENDS, tokenizer_files, typed_tokens
 from octavo.models.safetensors_stream import PendingTensor, write_safetensors
 from octavo.shared.terminal_row import ByteBar
 
@@ -35,15 +35,6 @@ class GgufTensor(PendingTensor):
     blocks: Callable[[], np.ndarray] = field(kw_only=True)  # u8[outputs, bytes of a row], outputs in `shape`'s order
 
 
-_ENDS = (
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|end_of_text|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<|endoftext|>",
-    "<end_of_turn>",
-)  # of Llama 3, Qwen, Phi and Gemma
 _OF_ROPE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # the config says them
 
 
@@ -67,7 +58,7 @@ def write_description(gguf_path: Path, folder: Path) -> Iterator[PendingTensor]:
     config = _config(file, metadata)
     tokenizer = tokenizer_files(file.values, metadata.integer("context_length"))
     _write_json(folder / "config.json", config)
-    _write_json(folder / "generation_config.json", _generation_config(config, metadata))
+    _write_json(folder / "generation_config.json", _generation_config(config, metadata, file.values))
     for name, text in tokenizer.items():
         (folder / name).write_text(text, encoding="utf-8")
     return _weights(file, family_of(metadata), config)
@@ -98,14 +89,14 @@ def _config(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
     return read_config(metadata, tensors["token_embd.weight"].shape[0], "output.weight" in tensors, values)
 
 
-def _generation_config(config: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
+def _generation_config(config: dict[str, Any], metadata: Metadata, values: dict[str, Any]) -> dict[str, Any]:
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids = {name: config[name] for name in names if config[name] is not None}
-    # What ends a turn of a chat ends an output, too; many files have no key for it, and llama.cpp goes by the text.
+    # What ends a turn of a chat ends an output, too; many files have no key for it.
     ends = [config["eos_token_id"], metadata.token_id("eot"), metadata.token_id("eom")]
-    ends += [i for i, (text, kind) in enumerate(metadata.tokens()) if kind == CONTROL and text in _ENDS]
-    if len(ends := list(dict.fromkeys(each for each in ends if each is not None))) > 1:
-        ids["eos_token_id"] = ends
+    ends += [i for i, (text, _) in enumerate(typed_tokens(values)) if text in ENDS]
+    if ends := list(dict.fromkeys(each for each in ends if each is not None)):
+        ids["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     return ids
 
 

@@ -6,7 +6,7 @@ nonsense is worse than an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -104,8 +104,3 @@ class Metadata:
     def token_id(self, key: str) -> int | None:
         """None where the file names no such token."""
         return self._values.get(f"tokenizer.ggml.{key}_token_id")
-
-    def tokens(self) -> Iterator[tuple[str, int]]:
-        """The vocabulary in its order: text and GGUF's type of each, where the file has types."""
-        texts, kinds = (self._values.get(f"tokenizer.ggml.{key}") or [] for key in ("tokens", "token_type"))
-        return zip(texts, kinds, strict=False)

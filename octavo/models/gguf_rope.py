@@ -35,7 +35,7 @@ def read_rope(metadata: Metadata, head_size: int, values: Values) -> dict[str, A
 
 
 def _scaling(metadata: Metadata, turned: int, values: Values) -> dict[str, Any]:
-    # As in llama.cpp, a factor without a type divides all frequencies, and 0 says nothing.
+    # As in llama.cpp, a factor without a type divides all frequencies, and 0, or none, is 1.
     is_stretched = metadata.get("rope.scaling.factor", 0) not in (0, 1)
     kind = metadata.get("rope.scaling.type", "linear" if is_stretched else "none")
     short, long = values("rope_factors_short.weight"), values("rope_factors_long.weight")
@@ -53,7 +53,7 @@ def _scaling(metadata: Metadata, turned: int, values: Values) -> dict[str, Any]:
             raise metadata.refused("rope.scaling.type" if "rope.scaling.type" in metadata else "rope.scaling.factor")
         # Frequencies that llama.cpp has divided already (Llama 3.1): the same at any length, and nothing is scaled.
         return _by_factors(factors, factors, metadata.integer("context_length"), turned) | {"attention_factor": 1.0}
-    if kind == "none":
+    if kind == "none" or (kind == "linear" and not is_stretched):
         return {"rope_type": "default"}
     if kind == "linear":
         return {"rope_type": "linear", "factor": metadata.number("rope.scaling.factor")}

@@ -16,7 +16,17 @@ from tokenizers.models import BPE
 
 from octavo.models.errors import GGUFError
 
-CONTROL, _USER_DEFINED = 3, 4  # GGUF token types
+_CONTROL, _USER_DEFINED = 3, 4  # GGUF token types
+# What ends a turn, of Llama 3, Qwen, Phi and Gemma.
+ENDS = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|endoftext|>",
+    "<end_of_turn>",
+)
 
 
 _UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's special tokens
@@ -73,7 +83,7 @@ def tokenizer_files(metadata: dict[str, Any], model_max_length: int) -> dict[str
         raise
     except Exception as error:  # the tokenizers library raises plain Exception
         raise GGUFError(f"its tokenizer cannot be built: {' '.join(str(error).split())}") from error
-    _add_tokens(tokenizer, metadata, tokens)
+    _add_tokens(tokenizer, metadata)
     _add_bos(tokenizer, metadata, tokens)
 
     special = _special_tokens(metadata, tokens)
@@ -164,19 +174,26 @@ def merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[str
     return [(left, right) for _, left, right in found]
 
 
-def _add_tokens(tokenizer: Tokenizer, metadata: dict[str, Any], tokens: list[str]) -> None:
+def typed_tokens(metadata: dict[str, Any]) -> list[tuple[str, int]]:
+    """The vocabulary in its order, text and type of each, where the file has types. What ends a turn is a control token
+    by its text, as in llama.cpp: converters wrote other types for Phi-3's and Gemma's."""
+    texts, kinds = (metadata.get(f"tokenizer.ggml.{key}") or [] for key in ("tokens", "token_type"))
+    return [(text, _CONTROL if text in ENDS else kind) for text, kind in zip(texts, kinds, strict=False)]
+
+
+def _add_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
     """Control tokens are special; user-defined ones are matched whole but stay text.
 
     Those of Phi-3's chats take in the white space behind them, as its template counts on; files do not say it."""
-    typed = list(zip(tokens, metadata.get("tokenizer.ggml.token_type") or [], strict=False))
+    typed = typed_tokens(metadata)
     stripped = [_is_phi3(metadata) and token not in _UNSTRIPPED for token, _ in typed]
     special, plain = (
         [
-            AddedToken(token, normalized=False, special=wanted == CONTROL, rstrip=strips)
+            AddedToken(token, normalized=False, special=wanted == _CONTROL, rstrip=strips)
             for (token, kind), strips in zip(typed, stripped, strict=True)
             if kind == wanted
         ]
-        for wanted in (CONTROL, _USER_DEFINED)
+        for wanted in (_CONTROL, _USER_DEFINED)
     )
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(plain)

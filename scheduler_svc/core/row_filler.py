@@ -119,7 +119,7 @@ class RowFiller:
         if is_unknown and not columns.num_blocks[slot]:
             self._begin(sequence)
         computed, known = int(columns.num_computed_tokens[slot]), int(columns.num_known_tokens[slot])
-        query_len = min(known - computed, plan.budget.tokens_left)
+        query_len = min(known - computed, plan.budget.largest_chunk)
         to_copy = blocks.slots_to_copy(np.array([slot]))
         while blocks.num_blocks_missing(slot, computed + query_len) + len(to_copy) > blocks.num_free_blocks:
             last = self._groups.prefilling[-1]
@@ -142,7 +142,7 @@ class RowFiller:
             plan.appended.append((np.array([slot]), np.array([len(added)]), added))
         columns.num_computed_tokens[slot] += query_len
         blocks.publish_all_of(slot)
-        plan.budget.take(query_len)
+        plan.budget.take_chunk(query_len)
         if computed + query_len < known:
             plan.chunks.append(Chunk(sequence, query_len, 0))
         else:

@@ -26,6 +26,7 @@ from scheduler_svc.core.sequences.group_fault import names_group
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.sequences.sequence_columns import SequenceColumns
 from scheduler_svc.core.step_plan import (
+    UNBOUNDED,
     Answer,
     NewTokens,
     ScheduledRows,
@@ -74,6 +75,11 @@ class Scheduler:
         self._has_step: AbstractSet[SequenceGroup] | None = None  # see `Trials.alone`, of the last decision
 
     @property
+    def num_decoding(self) -> int:
+        """Sequences whose prompts are computed, whether the next step has their rows or not."""
+        return self.columns.max_num_seqs - self.columns.num_free_slots - len(self.groups.prefilling)
+
+    @property
     def num_outstanding_tokens(self) -> int:
         """Tokens of all groups here: what attention reads, and what has to be computed when it is lost."""
         waiting = (*self.groups.swapped, *self.groups.preempted)
@@ -93,15 +99,16 @@ class Scheduler:
     # ---- deciding a step --------------------------------------------------------------------------------------------
 
     def schedule(
-        self, waiting: GroupSource, now_ns: int, is_quiet: bool = True, most_beside_decodes: int | None = None
+        self, waiting: GroupSource, now_ns: int, is_quiet: bool = True, most_prompt_tokens: int = UNBOUNDED
     ) -> SchedulerOutputs | None:
         """Fills one step; None when there is nothing to send (what was released then waits for the next step).
 
         `is_quiet`: nothing is in flight, so groups may be put on trial, and who cannot get on will not by waiting.
-        `most_beside_decodes`: tokens of a step that has decodes, as far as others than decodes would make them more.
+        `most_prompt_tokens`: of this step, be it full or not.
         """
         trials, rows, admission, groups = self.trials, self._rows, self._admission, self.groups
-        plan = StepPlan(SchedulingBudget(self.max_num_batched_tokens, self.columns.max_num_seqs))
+        budget = SchedulingBudget(self.max_num_batched_tokens, self.columns.max_num_seqs, most_prompt_tokens)
+        plan = StepPlan(budget)
         alone = self._has_step = trials.alone(waiting)
         if alone is None:
             admission.make_way(plan, waiting)
@@ -115,8 +122,6 @@ class Scheduler:
         is_of_prompts = bool(plan.chunks)
         if not is_of_prompts:
             rows.add_decodes(plan, alone, trials.on_trial)
-            if most_beside_decodes is not None:
-                plan.bound_prompts(most_beside_decodes)
             rows.add_chunks(plan, alone, trials.on_trial)
             if alone is not None and is_quiet and not plan.has_rows:
                 trials.make_way_for(plan, alone)

@@ -18,7 +18,7 @@ from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.sequences.sequence_columns import Ints, TokenIds
 
 BlockPairs = list[tuple[int, int]]
-LEAST_PROMPT_TOKENS = 32  # of a step with prompts, for which its weights are read
+UNBOUNDED = 1 << 62
 
 
 @dataclass(slots=True)
@@ -146,20 +146,31 @@ class NewTokens:
 
 @dataclass(slots=True)
 class SchedulingBudget:
-    """What one step may compute: tokens, and sequences (rows)."""
+    """What one step may compute: tokens, so many of them of prompts, and sequences (rows). Policy asks, then takes."""
 
     tokens_left: int
     seqs_left: int
+    prompt_tokens_left: int = UNBOUNDED
 
-    def take(self, num_tokens: int, num_seqs: int = 1) -> None:
-        """Spends so many tokens and rows; policy has asked before."""
+    def take(self, num_tokens: int, num_seqs: int) -> None:
+        """Spends so many tokens and rows on decodes."""
         self.tokens_left -= num_tokens
         self.seqs_left -= num_seqs
 
+    def take_chunk(self, num_tokens: int) -> None:
+        """Spends a row of so many tokens on a prompt."""
+        self.prompt_tokens_left -= num_tokens
+        self.take(num_tokens, 1)
+
+    @property
+    def largest_chunk(self) -> int:
+        """Tokens of a prompt that the step can take."""
+        return min(self.tokens_left, self.prompt_tokens_left) if self.seqs_left > 0 else 0
+
     @property
     def is_spent(self) -> bool:
-        """Whether the step can take no further row."""
-        return self.tokens_left <= 0 or self.seqs_left <= 0
+        """Whether the step can take nothing more of a prompt."""
+        return self.largest_chunk <= 0
 
 
 @dataclass(slots=True)
@@ -193,12 +204,6 @@ class StepPlan:
     def has_rows(self) -> bool:
         """Whether there is anything for the worker to compute."""
         return bool(len(self.decode_slots) or self.chunks or self.beams)
-
-    def bound_prompts(self, most_beside_decodes: int) -> None:
-        """Leaves prompts what decodes leave of so many tokens, and never less than costs about as much as one token."""
-        if num_decodes := len(self.decode_slots) + len(self.beams):
-            most = max(most_beside_decodes - num_decodes, LEAST_PROMPT_TOKENS)
-            self.budget.tokens_left = min(self.budget.tokens_left, most)
 
     def introduce(self, introduction: Introduction) -> None:
         """The worker is told of a sequence that it does not know, in full, in this step."""

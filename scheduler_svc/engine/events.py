@@ -1,6 +1,7 @@
 """What happens to the step loop, one method an event: each is written down, then done.
 
-So a record of them can be played: nothing else changes what the loop decides from, but for answers and time.
+So a record can be played: beside these, only answers of workers, loads of adapters, weights of tenants and time change
+what the loop decides from, and they are written down where they come in.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class StepSender:
             if worker.in_flight and scheduler.trials.has_candidate(view):
                 return None  # whose rows must be the only ones in flight
             is_deciding = True
-            is_quiet, most = not worker.in_flight, worker.most_beside_decodes
-            outputs = scheduler.schedule(view, now_ns, is_quiet=is_quiet, most_beside_decodes=most)
+            is_quiet, most = not worker.in_flight, worker.most_prompt_tokens
+            outputs = scheduler.schedule(view, now_ns, is_quiet=is_quiet, most_prompt_tokens=most)
             self._failures.move_outgrown(worker)
             # The watchdog: whoever runs must get on, or a step that brings them on must be in flight.
             stands_still = outputs is None and not worker.in_flight and scheduler.groups.has_work

@@ -2,7 +2,7 @@
 
 Belongs to the step loop's thread. When a half is full, another begins with an image of the loop's state, and the older
 of the two is dropped: so what is left always begins in a state that is known, also in the middle of requests. It keeps
-references to what a step has anyway (the bytes of its messages), and turns nothing into a file's form: `flight_file`
+references to what a step has anyway (the bytes of its messages), and turns nothing into a file's form: `record_file`
 does, on another thread.
 """
 

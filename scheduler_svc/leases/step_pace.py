@@ -4,6 +4,7 @@ from __future__ import annotations
 
 UNKNOWN_TOKENS_PER_S = 10_000.0  # of a worker that has measured nothing
 NEWEST = 0.2  # weight of the newest step in a moving average
+LEAST_PROMPT_TOKENS = 32  # of a step that has some: its weights are read for these as well as for one
 WHOLE_TOKENS = 256  # prompt tokens from which on a step counts as one that shows what they cost
 
 
@@ -60,12 +61,14 @@ class StepPace:
         """What a step of so many tokens takes."""
         return self.base_s + self.token_s * num_tokens
 
-    def tokens_in(self, seconds: float) -> int:
-        """Of a step that takes no longer than that. Where reading weights and decoding take most of that time, twice as
-        long as these: so prompts get at least half of what steps cost."""
-        return int(max(seconds - self.base_s, self.base_s) / self.token_s)
+    def prompt_tokens_in(self, seconds: float, num_decodes: float) -> int:
+        """Of a step that takes so long, beside so many decodes. Where such a step takes more than half of that without
+        prompts, they may double it: so they get at least half of what steps cost."""
+        without_s = self.seconds(num_decodes)
+        return max(int(max(seconds - without_s, without_s) / self.token_s), LEAST_PROMPT_TOKENS)
 
-    def prompt_tokens_per_s(self, num_decodes: float, max_num_batched_tokens: int) -> float:
-        """Beside so many decodes in each step, which leave at least half of it to prompts."""
+    def prompt_tokens_per_s(self, num_decodes: float, max_num_batched_tokens: int, most_prompt_tokens: int) -> float:
+        """Beside so many decodes in each step, which leave at least half of it to prompts, but no more than so many."""
         room = max(max_num_batched_tokens - num_decodes, 0.5 * max_num_batched_tokens)
-        return room / max(self.seconds(max_num_batched_tokens), 1e-9)
+        num_tokens = min(room, most_prompt_tokens)
+        return num_tokens / max(self.seconds(min(num_tokens + num_decodes, max_num_batched_tokens)), 1e-9)

@@ -180,13 +180,15 @@ class WorkerHandle:
         return max(-(-most // self._num_micro_batches), self.sizes.max_num_seqs)
 
     @property
-    def most_beside_decodes(self) -> int | None:
-        """Tokens of a step with decodes, so that whoever has one hears of the next in about `step_time_goal`, whatever
-        prompts others bring; None: as many as any step has."""
-        settings = self._settings
-        if not settings.step_time_goal or not settings.enable_chunked_prefill:
-            return None
-        return self.pace.tokens_in(settings.step_time_goal / self._num_micro_batches)
+    def most_prompt_tokens(self) -> int:
+        """Of the next step, so that whoever decodes here has a token in about `step_time_goal`, whatever prompts others
+        bring. Where nobody does, and without chunked prefill, as many as a step has."""
+        scheduler, settings = self.scheduler, self._settings
+        most, num_decoding = scheduler.max_num_batched_tokens, scheduler.num_decoding
+        if not (num_decoding and settings.step_time_goal and settings.enable_chunked_prefill):
+            return most
+        stages = self._num_micro_batches  # a sequence has a step in so many
+        return min(most, self.pace.prompt_tokens_in(settings.step_time_goal / stages, num_decoding / stages))
 
     def set_budget(self, max_num_batched_tokens: int) -> None:
         """The worker says how many tokens a step of it may have from now on. Raises WrongAnswer."""

@@ -151,9 +151,8 @@ def measured(worker: WorkerHandle, num_outputs: float, now_ns: int, *, counts_re
         num_taken += sum(group.num_slots for group in (*groups.preempted, *groups.swapped))
         num_uncomputed += sum(group.num_tokens_to_compute for group in groups.preempted)
     budget = scheduler.max_num_batched_tokens
-    num_decodes = num_slots - columns.num_free_slots - len(groups.prefilling)
     return WorkerLoad(
-        tokens_per_s=pace.prompt_tokens_per_s(num_decodes, budget),
+        tokens_per_s=pace.prompt_tokens_per_s(scheduler.num_decoding, budget, worker.most_prompt_tokens),
         late_s=max(0.0, now_ns - worker.answer_due_ns) / 1e9,
         num_uncomputed=float(num_uncomputed),
         base_s=pace.base_s,

@@ -18,7 +18,7 @@ from scheduler_svc.core.scheduler_settings import SchedulerSettings
 from scheduler_svc.core.sequences.beam_search import BeamHypothesis, BeamSearch
 from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.sequences.sequence_columns import SequenceColumns
-from scheduler_svc.core.step_plan import LEAST_PROMPT_TOKENS, NewTokens, ScheduledRows, SchedulerOutputs
+from scheduler_svc.core.step_plan import UNBOUNDED, NewTokens, ScheduledRows, SchedulerOutputs
 from scheduler_svc.engine.messages.prompt_logprobs import take_prompt_logprobs
 from scheduler_svc.engine.messages.step_encoder import decode, encode
 from tests.scheduler.fake_language import EOS, VOCAB_SIZE, content_of, expected_tokens, logprobs_after, most_likely
@@ -48,7 +48,7 @@ class Simulation:
         num_blocks: int = 24,
         num_host_blocks: int = 0,
         max_num_batched_tokens: int = 16,
-        most_beside_decodes: int | None = None,
+        most_prompt_tokens: int = UNBOUNDED,
         depth: int = 2,
         num_micro_batches: int = 1,
         policy: str = "fcfs",
@@ -64,7 +64,7 @@ class Simulation:
         self.num_slots, self.max_model_len, self.block_size = num_slots, max_model_len, block_size
         self.num_blocks, self.num_host_blocks = num_blocks, num_host_blocks
         self.max_num_batched_tokens, self.depth = max_num_batched_tokens, depth
-        self.most_beside_decodes = most_beside_decodes
+        self.most_prompt_tokens = most_prompt_tokens
         self.settings = SchedulerSettings(
             policy=POLICIES[policy],
             enable_chunked_prefill=enable_chunked_prefill,
@@ -194,8 +194,8 @@ class Simulation:
             return False
         scheduler = self.scheduler
         running, suspects = set(scheduler.groups.running), list(scheduler.groups.suspects)
-        is_quiet, most = not self.in_flight, self.most_beside_decodes
-        outputs = scheduler.schedule(self.waiting, self.now_ns, is_quiet=is_quiet, most_beside_decodes=most)
+        is_quiet, most = not self.in_flight, self.most_prompt_tokens
+        outputs = scheduler.schedule(self.waiting, self.now_ns, is_quiet=is_quiet, most_prompt_tokens=most)
         self.take_outgrown()
         if outputs is None:
             # Of what blocks that are withheld leave, a group may wait for more: whoever withholds them sees to that.
@@ -211,8 +211,7 @@ class Simulation:
         assert not tried or suspects or tried == self.groups_of(rows), "a trial is disturbed"
         num_tokens, num_decodes = int(rows.query_lens.sum()), rows.num_decode_rows + rows.num_given_rows
         assert num_tokens <= self.max_num_batched_tokens and len(rows) <= self.num_slots
-        if num_decodes and most is not None:
-            assert num_tokens <= max(most, num_decodes + LEAST_PROMPT_TOKENS), "a step takes too long for its decodes"
+        assert num_tokens - num_decodes <= most, "a step takes too long for whoever decodes"
         if self.settings.num_micro_batches > 1:
             drawn = {
                 pair

@@ -5,6 +5,8 @@ A step takes 20 ms and 20 us a token; the scheduler's own work takes no time.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from octavo.bench.fleet.outcomes import Loss, Outcome, Run
@@ -60,13 +62,31 @@ def test_large_prompts_silence_a_stream_as_long_as_was_asked_for(pool: int) -> N
     assert last_s[0.25] < 1.15 * last_s[0.0], last_s
 
 
-def test_prompts_get_half_of_steps_that_are_long_without_them() -> None:
-    """Each takes 400 ms for its weights: more than the goal. A prompt has as much again, 400 tokens of it a step."""
-    kind = WorkerKind(step_ms=400, token_us=1000)
-    stream, prompt = request(0.0, 0, SMALL, 60), request(5.0, 1, LARGE, 4)
-    run = Simulation([kind], [stream, prompt], step_time_goal=0.25).run()
-    assert longest_silence_s(of_length(run, SMALL)) < 1.0
-    assert of_length(run, LARGE)[0].ttft_ns / 1e9 < 1.25 * (LARGE / 400 + 1) * 0.8
+@pytest.mark.parametrize("num_streams", [1, 200])
+def test_prompts_get_half_of_steps_that_are_long_without_them(num_streams: int) -> None:
+    """Each takes 400 ms for its weights, or 20 for these and 200 for decodes, so a step has at least as much again of a
+    prompt: all of it takes little more than twice as long as by itself."""
+    kind = WorkerKind(step_ms=400) if num_streams == 1 else WorkerKind(step_ms=20, token_us=1000)
+    kind = replace(kind, token_us=1000, max_num_seqs=256)
+    streams = [request(0.0, number, SMALL, 160) for number in range(num_streams)]
+    prompt = request(20.0, 1000, LARGE, 4)
+    run = Simulation([kind], [*streams, prompt], step_time_goal=0.25).run()
+    without_s = kind.step_ms / 1e3 + num_streams * 0.001
+    assert longest_silence_s(of_length(run, SMALL)[:1]) < 2.5 * without_s + 0.05
+    steps = LARGE / (without_s * 1000)
+    assert of_length(run, LARGE)[0].ttft_ns / 1e9 < 2 * (steps + 2) * without_s
+
+
+def test_whoever_decodes_has_its_pace_between_its_steps_too() -> None:
+    """Beams and stages have none of it in every second step, and what was lost is computed in steps of its own: these
+    take no longer."""
+    kind = WorkerKind(step_ms=20, token_us=1000)
+    streams = [request(0.0, number, SMALL, 400) for number in range(2)]
+    large = [request(0.5, 100 + number, LARGE, 100) for number in range(8)]
+    run = Simulation([kind] * 2, [*streams, *large], [Loss(0, 4.0)], step_time_goal=0.25).run()
+    kept = [outcome for outcome in of_length(run, SMALL) if not outcome.num_moves]
+    assert kept and any(outcome.num_moves for outcome in of_length(run, LARGE))
+    assert longest_silence_s(kept) < 0.6, "one step of those that were lost, and one of its own"
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

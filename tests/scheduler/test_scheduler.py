@@ -27,11 +27,11 @@ requests = st.lists(st.tuples(prompts, st.integers(1, 30)), min_size=1, max_size
 
 
 @without_end
-@given(requests, st.integers(1, 3), st.integers(4, 80), st.integers(16, 30), st.none() | st.integers(0, 60))
+@given(requests, st.integers(1, 3), st.integers(4, 80), st.integers(16, 30), st.integers(1, 60))
 @settings(max_examples=trials(50))
-def test_every_request_gets_exactly_its_tokens(wanted, depth, budget, num_blocks, most_beside_decodes):
+def test_every_request_gets_exactly_its_tokens(wanted, depth, budget, num_blocks, most_prompt_tokens):
     """Whatever depth, chunk size and cache: each group ends with the tokens that it would get alone."""
-    sizes = {"max_num_batched_tokens": budget, "num_blocks": num_blocks, "most_beside_decodes": most_beside_decodes}
+    sizes = {"max_num_batched_tokens": budget, "num_blocks": num_blocks, "most_prompt_tokens": most_prompt_tokens}
     simulation = Simulation(depth=depth, **sizes)
     for prompt, max_tokens in wanted:
         simulation.add(prompt, max_tokens)
@@ -40,25 +40,21 @@ def test_every_request_gets_exactly_its_tokens(wanted, depth, budget, num_blocks
     simulation.check_nothing_left()
 
 
-def test_prompts_leave_decodes_their_pace():
-    """A first prompt has a whole step. Beside its decodes another has what these leave of the bound, or 32 tokens."""
-    for most, chunk in ((None, 119), (60, 59), (10, 32)):
-        simulation = Simulation(
-            num_slots=2,
-            max_model_len=512,
-            num_blocks=200,
-            max_num_batched_tokens=120,
-            most_beside_decodes=most,
-            depth=1,
-        )
-        simulation.add([1] * 100, 20, eos_token_id=None)
+def test_a_step_takes_no_more_of_prompts_than_it_may():
+    """Beside decodes, which have the rest of it."""
+    simulation = Simulation(num_slots=3, max_model_len=512, num_blocks=200, max_num_batched_tokens=120, depth=1)
+    simulation.add([1] * 100, 20, eos_token_id=None)
+    simulation.send()
+    simulation.answer()
+    simulation.add([2] * 200, 2, eos_token_id=None)
+    simulation.add([3] * 200, 2, eos_token_id=None)
+    for most, chunks in ((60, [60]), (150, [119]), (60, [21, 39])):
+        simulation.most_prompt_tokens = most
         simulation.send()
+        assert simulation.in_flight[0][0].query_lens.tolist() == [1, *chunks]
         simulation.answer()
-        simulation.add([2] * 200, 2, eos_token_id=None)
-        simulation.send()
-        assert [simulation.in_flight[0][0].query_lens.tolist()] == [[1, chunk]]
-        simulation.run_to_end()
-        simulation.check_outputs()
+    simulation.run_to_end()
+    simulation.check_outputs()
 
 
 @without_end

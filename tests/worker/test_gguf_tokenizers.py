@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 from octavo.models.errors import GGUFError
-from octavo.models.gguf_tokenizer import tokenizer_files
+from octavo.models.gguf_tokenizer import tokenizer_files, typed_tokens
 from tests.scheduler.tiny_tokenizers import TEXTS
 
 MORE = [
@@ -131,3 +131,9 @@ def test_bloom_cuts_at_spaces_and_punctuation(text: str, expected: list[str]) ->
 def test_an_unknown_word_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(GGUFError, match="pre-tokenizer 'own' is not known; known are smollm, starcoder, llama-bpe"):
         made("own")
+
+
+def test_what_ends_a_turn_is_special_whatever_type_a_file_gives_it() -> None:
+    """Phi-3's converter wrote user-defined, Gemma's normal."""
+    metadata = {"tokenizer.ggml.tokens": ["a", "<|end|>", "<end_of_turn>"], "tokenizer.ggml.token_type": [1, 4, 1]}
+    assert typed_tokens(metadata) == [("a", 1), ("<|end|>", 3), ("<end_of_turn>", 3)]

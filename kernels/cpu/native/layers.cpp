@@ -146,7 +146,7 @@ i64 kind_of(const Tiles *kinds, i64 num_kinds, i64 window) {
     return kind;
 }
 
-// Panels of a layer's largest product; no phase of few rows has more items than these or than attention.
+// Panels of a layer's largest product: about as many items as a phase of few rows has, but for attention.
 i64 most_panels(const Layer &layer) {
     i64 most = larger(outputs_of(layer.qkv), outputs_of(layer.attention_out));
     most = larger(most, larger(outputs_of(layer.mlp_in), outputs_of(layer.mlp_out)));

@@ -65,12 +65,15 @@ void add_few_bits(const Records &records, const PanelWork &work);
 void add_pairs_by_tiles(const PanelWork &work);
 
 // Quantised rows: of each group of 32 inputs the numbers, in the order of `int8_weight.QUAD_ORDER`, what they are
-// scaled by, their sum so scaled, and -1 times their sum: of all, and of each half.
+// scaled by, their sum so scaled, and -1 times their sum: of all, and of each half. Where no instruction multiplies
+// bytes, they are there as words, too, in the order in which words are multiplied.
 struct Group {
     int8_t numbers[GROUP];
+    int16_t words[HAS_BYTE_PRODUCTS ? 0 : GROUP];
     float scale, sum;
     int32_t minus_sum, minus_half[2];
 };
+INLINE Quad quad_of(const Group &group, i64 first) { return quad_at(group.numbers + first, group.words + first); }
 INLINE i64 groups_of(i64 num_in) { return (num_in + GROUP - 1) / GROUP; }
 void quantize_row(i64 element, const void *x, i64 size, Group *groups);
 // A panel of quantised weights, which begins with output `column`, by all rows.

@@ -56,7 +56,7 @@ void tile_of_bytes(const Group *groups, i64 stride, i64 num_groups, const char *
                 weights[p] = load((const int32_t *)(weight + p * panel_stride + quad * CACHE_LINE));
 #pragma GCC unroll 4
             for (int r = 0; r < NUM; r++) {
-                I inputs = splat_at(groups[r * stride + g].numbers + quad * 4);
+                Quad inputs = quad_of(groups[r * stride + g], quad * 4);
 #pragma GCC unroll 3
                 for (int p = 0; p < COLUMNS; p++)
                     sums[r][p][quad % CHAINS] = dot_bytes(sums[r][p][quad % CHAINS], weights[p], inputs);
@@ -153,6 +153,8 @@ void quantize(const T *x, i64 size, Group *group) {
         F factor = splat(is_broken || is_zero ? 0.0f : 127.0f / most);
         I numbers[2] = {to_int(rounded(values[0] * factor)), to_int(rounded(values[1] * factor))};
         store_quads(group->numbers, numbers[0]), store_quads(group->numbers + LANES, numbers[1]);
+        if (!HAS_BYTE_PRODUCTS)
+            for (int i = 0; i < GROUP; i++) group->words[i / 4 * 4 + i % 2 * 2 + i / 2 % 2] = group->numbers[i];
         for (int half = 0; half < 2; half++)  // of NaN no matter what: it is scaled by NaN
             group->minus_half[half] = (int32_t)(0 - (uint32_t)sum_of_lanes(numbers[half]));
         group->minus_sum = (int32_t)((uint32_t)group->minus_half[0] + (uint32_t)group->minus_half[1]);

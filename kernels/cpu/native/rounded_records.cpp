@@ -21,14 +21,14 @@ const i64 WORD_LINE = PANEL * 4;  // bytes
 // The bytes of quad i of 16 inputs, 16 outputs; 2^LEAST is what they are too high, where that is not 0.
 template <int LEAST_BITS>
 struct FourBits {
-    enum { LEAST = LEAST_BITS };
+    enum { LEAST = LEAST_BITS, ARE_SMALL = 1 };
     static INLINED I read(const char *half, int i) {
         I word = load((const int32_t *)(half + i / 2 * WORD_LINE));
         return (i % 2 ? shift_right<4>(word) : word) & splat(0x0f0f0f0f);
     }
 };
 struct SixBits {
-    enum { LEAST = 5 };
+    enum { LEAST = 5, ARE_SMALL = 1 };
     static INLINED I read(const char *half, int i) {
         I high = load((const int32_t *)(half + 2 * WORD_LINE));
         I placed = i == 0 ? shift_left<4>(high) : i == 1 ? shift_left<2>(high) : i == 2 ? high : shift_right<2>(high);
@@ -36,7 +36,7 @@ struct SixBits {
     }
 };
 struct EightBits {
-    enum { LEAST = 7 };
+    enum { LEAST = 7, ARE_SMALL = 0 };
     static INLINED I read(const char *half, int i) { return load((const int32_t *)(half + i * WORD_LINE)); }
 };
 
@@ -90,9 +90,13 @@ __attribute__((noinline)) void tile(const PanelProduct &work, const Group *group
                         codes[v] = Codes::read(from + v * CACHE_LINE, quad % QUADS_OF_HALF);
 #pragma GCC unroll 8
                     for (int r = 0; r < ROWS; r++) {
-                        I inputs = splat_at(groups[r * stride + g].numbers + first + quad * 4);
+                        const Group &group = groups[r * stride + g];
+                        I small = splat_at(group.numbers + first + quad * 4);
+                        Quad inputs = quad_of(group, first + quad * 4);
 #pragma GCC unroll 3
-                        for (int v = 0; v < COLUMNS; v++) dots[r][v] = dot_bytes(dots[r][v], codes[v], inputs);
+                        for (int v = 0; v < COLUMNS; v++)
+                            dots[r][v] = Codes::ARE_SMALL ? dot_small_bytes(dots[r][v], codes[v], small)
+                                                          : dot_bytes(dots[r][v], codes[v], inputs);
                     }
                 }
                 half += PIECE / HALF * half_bytes;

@@ -142,20 +142,47 @@ INLINE F chosen(I x, Sixteen table) {
     return {chosen<INDEX>(x.a, table.v), chosen<INDEX>(x.b, table.v)};
 }
 
-INLINE __m256i dot_bytes(__m256i sums, __m256i weights, __m256i inputs) {
+// sums + in each lane four products of an unsigned byte of `weights` and a signed one of `inputs`, exact; of small ones
+// below 128.
 #ifdef __AVXVNNI__
-    return _mm256_dpbusd_avx_epi32(sums, weights, inputs);
-#else  // not _mm256_maddubs_epi16, whose sums of two products do not fit 16 bits
-    __m256i even = _mm256_madd_epi16(_mm256_and_si256(weights, _mm256_set1_epi16(255)),
-                                     _mm256_srai_epi16(_mm256_slli_epi16(inputs, 8), 8));
-    __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(weights, 8), _mm256_srai_epi16(inputs, 8));
-    return _mm256_add_epi32(sums, _mm256_add_epi32(even, odd));
+enum { HAS_BYTE_PRODUCTS = 1 };
+struct Quad {
+    I bytes;
+};
+INLINE Quad quad_at(const int8_t *bytes, const int16_t *) { return {splat_at(bytes)}; }
+INLINE I dot_small_bytes(I sums, I weights, I inputs) {
+    return {_mm256_dpbusd_avx_epi32(sums.a, weights.a, inputs.a), _mm256_dpbusd_avx_epi32(sums.b, weights.b, inputs.b)};
+}
+INLINE I dot_bytes(I sums, I weights, Quad inputs) { return dot_small_bytes(sums, weights, inputs.bytes); }
+#else
+enum { HAS_BYTE_PRODUCTS = 0 };
+struct Quad {  // as words: the first and the third input, and the others
+    I even, odd;
+};
+INLINE Quad quad_at(const int8_t *, const int16_t *words) {
+    return {splat_at((const int8_t *)words), splat_at((const int8_t *)(words + 2))};
+}
+INLINE __m256i in_turn(__m256i sums) {  // else a compiler makes many products first, for which there are no registers
+    asm("" : "+x"(sums));
+    return sums;
+}
+INLINE __m256i dot_small_bytes(__m256i sums, __m256i weights, __m256i inputs) {  // two products fit a word
+    __m256i pairs = _mm256_maddubs_epi16(weights, inputs);
+    return in_turn(_mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
+}
+INLINE I dot_small_bytes(I sums, I weights, I inputs) {
+    return {dot_small_bytes(sums.a, weights.a, inputs.a), dot_small_bytes(sums.b, weights.b, inputs.b)};
+}
+INLINE __m256i dot_bytes(__m256i sums, __m256i weights, __m256i even, __m256i odd) {
+    __m256i of_even = _mm256_madd_epi16(_mm256_and_si256(weights, _mm256_set1_epi16(255)), even);
+    __m256i of_odd = _mm256_madd_epi16(_mm256_srli_epi16(weights, 8), odd);
+    return in_turn(_mm256_add_epi32(sums, _mm256_add_epi32(of_even, of_odd)));
+}
+INLINE I dot_bytes(I sums, I weights, Quad inputs) {
+    return {dot_bytes(sums.a, weights.a, inputs.even.a, inputs.odd.a),
+            dot_bytes(sums.b, weights.b, inputs.even.b, inputs.odd.b)};
+}
 #endif
-}
-// sums + in each lane four products of an unsigned byte of `weights` and a signed one of `inputs`, exact.
-INLINE I dot_bytes(I sums, I weights, I inputs) {
-    return {dot_bytes(sums.a, weights.a, inputs.a), dot_bytes(sums.b, weights.b, inputs.b)};
-}
 INLINE F dot_pairs(F, F, F sums) { return sums; }  // never called: there are no pairs
 
 INLINE void transpose_eight(__m256 r[8]) {

@@ -95,17 +95,38 @@ INLINE F chosen(I x, Sixteen table) {
     return {_mm512_permutexvar_ps(shift_right<4 * INDEX>(x).v, table.v)};
 }
 
-// sums + in each lane four products of an unsigned byte of `weights` and a signed one of `inputs`, exact.
-INLINE I dot_bytes(I sums, I weights, I inputs) {
+// sums + in each lane four products of an unsigned byte of `weights` and a signed one of `inputs`, exact; of small ones
+// below 128.
 #ifdef __AVX512VNNI__
-    return {_mm512_dpbusd_epi32(sums.v, weights.v, inputs.v)};
+enum { HAS_BYTE_PRODUCTS = 1 };
+struct Quad {
+    I bytes;
+};
+INLINE Quad quad_at(const int8_t *bytes, const int16_t *) { return {splat_at(bytes)}; }
+INLINE I dot_small_bytes(I sums, I weights, I inputs) { return {_mm512_dpbusd_epi32(sums.v, weights.v, inputs.v)}; }
+INLINE I dot_bytes(I sums, I weights, Quad inputs) { return dot_small_bytes(sums, weights, inputs.bytes); }
 #else
-    __m512i even = _mm512_madd_epi16(_mm512_and_si512(weights.v, _mm512_set1_epi16(255)),
-                                     _mm512_srai_epi16(_mm512_slli_epi16(inputs.v, 8), 8));
-    __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(weights.v, 8), _mm512_srai_epi16(inputs.v, 8));
-    return {_mm512_add_epi32(sums.v, _mm512_add_epi32(even, odd))};
-#endif
+enum { HAS_BYTE_PRODUCTS = 0 };
+struct Quad {  // as words: the first and the third input, and the others
+    I even, odd;
+};
+INLINE Quad quad_at(const int8_t *, const int16_t *words) {
+    return {splat_at((const int8_t *)words), splat_at((const int8_t *)(words + 2))};
 }
+INLINE I in_turn(__m512i sums) {  // else a compiler makes many products first, for which there are no registers
+    asm("" : "+v"(sums));
+    return {sums};
+}
+INLINE I dot_small_bytes(I sums, I weights, I inputs) {  // two products fit a word
+    __m512i pairs = _mm512_maddubs_epi16(weights.v, inputs.v);
+    return in_turn(_mm512_add_epi32(sums.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1))));
+}
+INLINE I dot_bytes(I sums, I weights, Quad inputs) {
+    __m512i even = _mm512_madd_epi16(_mm512_and_si512(weights.v, _mm512_set1_epi16(255)), inputs.even.v);
+    __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(weights.v, 8), inputs.odd.v);
+    return in_turn(_mm512_add_epi32(sums.v, _mm512_add_epi32(even, odd)));
+}
+#endif
 
 // sums + in each lane both products of a pair of bfloat16 of a and one of b; denormal numbers count as 0.
 #ifdef __AVX512BF16__

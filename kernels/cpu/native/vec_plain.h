@@ -163,11 +163,17 @@ static F chosen(I x, Sixteen table) {
 }
 
 // sums + in each lane four products of an unsigned byte of `weights` and a signed one of `inputs`, exact.
-INLINE I dot_bytes(I sums, I weights, I inputs) {
+enum { HAS_BYTE_PRODUCTS = 1 };
+struct Quad {
+    I bytes;
+};
+INLINE Quad quad_at(const int8_t *bytes, const int16_t *) { return {splat_at(bytes)}; }
+INLINE I dot_small_bytes(I sums, I weights, I inputs) {
     for (int shift = 0; shift < 32; shift += 8)
         sums.v += (weights.v >> shift & 255) * ((Ints)((Unsigned)inputs.v << (24 - shift)) >> 24);
     return sums;
 }
+INLINE I dot_bytes(I sums, I weights, Quad inputs) { return dot_small_bytes(sums, weights, inputs.bytes); }
 INLINE F dot_pairs(F, F, F sums) { return sums; }  // never called: there are no pairs
 
 // 16 vectors become their columns.

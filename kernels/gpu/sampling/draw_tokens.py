@@ -9,7 +9,7 @@
 
 Two launches. The first sums the weights of every segment, reading only chunks that keep any; the second finds the
 segment, the chunk and the token of each sample. After the exponential everything is exact in integers
-(`sampling_weights`), so a draw depends on nothing beside its row, and a token of weight w is drawn with a probability
+(`weights`), so a draw depends on nothing beside its row, and a token of weight w is drawn with a probability
 of w / total to within 2^-53. A draw differs from the CPU's where the random number lies within some 1e-6 of the border
 between two tokens.
 """

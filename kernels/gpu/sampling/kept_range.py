@@ -16,7 +16,7 @@ Four launches, which rows without filters leave at once; each narrows the keys t
     gather    the logits of these chunks that lie between the bounds, next to each other, and the weight above them
     search    among what was gathered, mostly a few dozen logits; in the whole row where it was too much
 
-Sums that decide are of integers (`sampling_weights`), so a row's result is its own. Those of a number of nats are of
+Sums that decide are of integers (`weights`), so a row's result is its own. Those of a number of nats are of
 floats, but `gather` checks the bounds that come of them, and takes wider ones where they do not hold.
 """
 
@@ -275,7 +275,7 @@ def kept_range(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
 ) -> None:
-    """See `reference.kept_range`; weights are those of `sampling_weights`, so a token at the border of `top_p`
+    """See `reference.kept_range`; weights are those of `weights`, so a token at the border of `top_p`
     may be kept that float64 would not, or the other way round. Raises ValueError for what does not fit."""
     check_rows("kept_range", logits=logits)
     (count, vocab_size), num_chunks = logits.shape, cdiv(logits.shape[1], CHUNK_SIZE)

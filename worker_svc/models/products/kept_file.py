@@ -64,6 +64,10 @@ def _locked(path: Path) -> Iterator[int | None]:
         except BlockingIOError:
             yield None
             return
+        except OSError:  # a file system without locks: nobody writes here
+            with suppress(OSError):
+                path.unlink()
+            raise
         yield descriptor if _has_name(descriptor, path) else None  # not where it was renamed or removed meanwhile
     finally:
         os.close(descriptor)
