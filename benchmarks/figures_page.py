@@ -54,6 +54,7 @@ def blocks() -> dict[str, str]:
         "way-out": _way_out(),
         "gateway-cost": _gateway_cost(),
         "loading": _loading(),
+        "ready": _ready(),
         "sampler": _sampler(),
         "quantization-quality": _quantization_quality(),
         "fp8-cache-quality": _fp8_cache_quality(),
@@ -228,6 +229,19 @@ def _loading() -> str:
         for row in newest("loading")["rows"]
     ]
     return markdown_table(["", "file cache", "time", "peak memory"], rows)
+
+
+def _ready() -> str:
+    """Of a model of 1.2 billion weights, medians by types: quantised ones at a first start and at a later one."""
+    results = newest("ready-llama-3.2-1b", ZEN5)
+    rows = []
+    for row in results["rows"]:
+        ready_s, first_s, peak_mb = (
+            statistics.median(each[name] for each in row["rounds"]) for name in ("ready_s", "first_token_s", "peak_mb")
+        )
+        rows.append([row["kind"], f"{ready_s:.1f} s", f"{first_s:.1f} s", f"{peak_mb:,.0f} MB"])
+    about = f"{results['machine']['cpu']}, {results['machine']['cores']} cores, files in memory:"
+    return f"{about}\n\n{markdown_table(['weights', 'ready', 'first token', 'memory of the worker'], rows)}"
 
 
 def _sampler() -> str:
