@@ -116,7 +116,10 @@ def test_a_workload_can_be_added_to_the_results_of_a_day() -> None:
         "engines": {"octavo": {"ready_s": 2.0, "peak_gib": 1.0}, "openvino": {"missing": "it"}},
         "runs": [run("W1", "octavo", 10.0), run("W3", "octavo", 1.0), run("W3", "octavo-int8", 2.0)],
     }
-    rows = {"engines": {"octavo": {"ready_s": 3.0, "peak_gib": 2.0}}, "runs": [run("W3", "octavo", 5.0)]}
+    rows: dict[str, Any] = {
+        "engines": {"octavo": {"ready_s": 3.0, "peak_gib": 2.0}},
+        "runs": [run("W3", "octavo", 5.0)],
+    }
     both = peers.added(before, rows)
     assert both["runs"] == [run("W1", "octavo", 10.0), run("W3", "octavo-int8", 2.0), run("W3", "octavo", 5.0)]
     assert both["engines"]["octavo"] == {"ready_s": 3.0, "peak_gib": 2.0}
