@@ -32,6 +32,7 @@ ON_A_CPU = (
     "layer_stack",
     "layer_workspace",
     "other_processors",
+    "shared_attention",
     "shared_work",
     "tile_products",
 )
@@ -57,8 +58,10 @@ def run_tests(report: Report, tests: Sequence[str], num_processes: int = 1, limi
         command += ["-o", "faulthandler_timeout=300"]
         if find_spec("xdist") and num_processes > 1:
             command += ["-n", str(min(num_processes, os.cpu_count() or 1))]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
-        environment |= {outcomes.VARIABLE: str(path)}
+        # Whoever runs this may itself be a process of pytest-xdist: these are not its.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+        environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
+        environment[outcomes.VARIABLE] = str(path)
         code = _code_of([*command, *tests], environment, log, limit_s)
         log.seek(0)
         last, found = log.read().strip()[-500:], outcomes.read(path)
