@@ -206,7 +206,7 @@ class Service:
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("pages")
     model = make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
-    worker, scheduler, http, metrics = (free_port() for _ in range(4))
+    worker, scheduler, http, metrics, http_metrics = (free_port() for _ in range(5))
     (folder / "question.txt").write_text("What is a tide?", encoding="utf-8")
     (folder / "prompts.jsonl").write_text('{"prompt": "The sea is"}\n{"prompt": "Once"}\n', encoding="utf-8")
     write_mooncake(folder).rename(folder / "mooncake.jsonl")
@@ -223,6 +223,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         "--port 8000": f"--port {http}",
         "127.0.0.1:8000": f"127.0.0.1:{http}",
         "127.0.0.1:9464": f"127.0.0.1:{metrics}",
+        "127.0.0.1:9465": f"127.0.0.1:{http_metrics}",  # the usual one may be that of another test's gateway
         "--workers 1000 --shards 50": "--workers 20 --shards 2",
         "--prompt-tokens 32-256 --output-tokens 64": "--prompt-tokens 32-64 --output-tokens 8",
         "--rate 1,2,4,8": f"--address 127.0.0.1:{scheduler} --requests 12 --rate 20,40",
@@ -245,7 +246,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
                 "OCTAVO_SERVED_MODEL_NAME": MODEL,
             },
         ),
-        (GATEWAY, {}),
+        (GATEWAY, {"OCTAVO_METRICS_PORT": str(http_metrics)}),
     )
     said = folder / "said"
     with ExitStack() as ending:
