@@ -56,7 +56,8 @@ def check(answers: dict[str, tuple[grpc.StatusCode, str]], log: str) -> None:
         assert code == grpc.StatusCode.INVALID_ARGUMENT, f"{path}: {code} {details}"
         assert f"these {len(NO_MESSAGE)} bytes are no request of {name}" in details
     # What else runs in this process may say something, too.
-    lines = [line for line in map(json.loads, log.splitlines()) if "method" in line]
+    refusals = ("bytes that are no message", "request refused")
+    lines = [line for line in map(json.loads, log.splitlines()) if line["event"] in refusals]
     assert len(lines) == len(answers), log
     assert all(line["level"] == "info" and "exception" not in line for line in lines), log
     assert "Traceback" not in log and "secret" not in log
