@@ -22,7 +22,7 @@ def report(rows: dict[str, Any]) -> str:
     for engine, facts in rows["engines"].items():
         if "ready_s" not in facts:
             continue
-        medians = [_median(speeds(rows, engine, name).values()) for name in names]
+        medians = [_median(rows, engine, name) for name in names]
         if has_bound:
             medians.append(_of_bound(rows, engine))
         runs = [run for run in rows["runs"] if run["engine"] == engine and "same_requests" in run]
@@ -91,6 +91,8 @@ def _of_bound(rows: dict[str, Any], engine: str) -> str:
     return f"{statistics.median(shares):.2f}" if shares else ""
 
 
-def _median(values: Any) -> str:
-    numbers = list(values)
-    return f"{statistics.median(numbers):.0f}" if numbers else "failed"
+def _median(rows: dict[str, Any], engine: str, workload: str) -> str:
+    if numbers := speeds(rows, engine, workload).values():
+        return f"{statistics.median(numbers):.0f}"
+    ran = any(run["engine"] == engine and run["workload"] == workload for run in rows["runs"])
+    return "failed" if ran else "-"

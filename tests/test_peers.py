@@ -125,7 +125,10 @@ def test_a_workload_can_be_added_to_the_results_of_a_day() -> None:
     assert both["engines"]["octavo"] == {"ready_s": 3.0, "peak_gib": 2.0}
     assert both["engines"]["openvino"]["missing"] == "it"
     rows["engines"]["openvino"] = {"ready_s": 1.0}
-    assert "missing" not in peers.added(before, rows)["engines"]["openvino"]
+    both = peers.added(before, rows)
+    assert "missing" not in both["engines"]["openvino"]
+    both["runs"] += [{"round": 0, "workload": "W2", "engine": "openvino", "failed": "it"}]
+    assert "| openvino | - | failed | - |" in peer_figures.report(both), "what was not run has not failed"
 
 
 def test_w1_is_set_against_reading_its_weights_at_the_speed_measured_beside_it() -> None:
