@@ -36,11 +36,15 @@ def attend(case: PagedCase, **options: Any) -> torch.Tensor:
 
 
 def check_attention(case: PagedCase, **options: Any) -> None:
+    check_found(case, attend(case, **options), options)
+
+
+def check_found(case: PagedCase, found: torch.Tensor, options: dict[str, Any]) -> None:
     exact = torch.empty_like(case.query, dtype=torch.float64)
     query, keys, values, *rest = case.arguments
     exact_attention(exact, query.double(), keys.double(), values.double(), *rest, **case.options, **options)
     tolerance = TOLERANCE[case.query.dtype]
-    torch.testing.assert_close(attend(case, **options).double(), exact, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
 
 
 @DTYPES

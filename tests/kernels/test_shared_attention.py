@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -11,33 +11,26 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import cpu
 from kernels.cpu import attention as attention_module
 from kernels.cpu.library import library
-from kernels.oracles import reference
 from tests.kernels.cases import PagedCase
+from tests.kernels.test_cpu_kernels import attend, check_found
 
 THREADS = (1, 2, 3, 8)
 ONE, MANY_KEYS, PROMPT, DECODES = ([1], [500]), ([1], [4300]), ([70], [30]), ([1] * 5, [200] * 5)
 LATENT: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 1, "head_size": 576, "block_size": 16}
 MQA: dict[str, Any] = {"num_heads": 71, "num_kv_heads": 1, "head_size": 64, "block_size": 16}
 GROUPED: dict[str, Any] = {"num_heads": 14, "num_kv_heads": 2, "head_size": 10, "block_size": 4}
-paged_attention: Callable[..., None] = cpu.paged_attention
-exact_attention: Callable[..., None] = reference.paged_attention
 
 
 @contextmanager
 def threads_of(number: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(number)
-    yield
-    torch.set_num_threads(before)
-
-
-def attend(case: PagedCase, **options: Any) -> torch.Tensor:
-    out = torch.full_like(case.query, float("nan"))
-    paged_attention(out, *case.arguments, **case.options, **options)
-    return out
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def count_items(case: PagedCase, threads: int, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -99,13 +92,4 @@ def test_a_result_has_the_same_bits_with_any_number_of_threads(
             with threads_of(threads):
                 found.append(attend(case, **options))
         assert all(torch.equal(each, found[0]) for each in found[1:])
-        check(case, found[0], options)
-
-
-def check(case: PagedCase, found: torch.Tensor, options: dict[str, Any]) -> None:
-    exact = torch.empty_like(case.query, dtype=torch.float64)
-    query, keys, values, *rest = case.arguments
-    doubles = (query.double(), keys.double(), values.double())
-    exact_attention(exact, *doubles, *rest, **case.options, **options)
-    tolerance = {torch.float32: 4e-6, torch.bfloat16: 1e-2}[case.query.dtype]  # as of latent attention
-    torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
+        check_found(case, found[0], options)
