@@ -65,9 +65,12 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("octavo")
+        try:
+            return version("octavo")
+        except PackageNotFoundError:  # run from a folder of sources, without an installation
+            return "0+source"
     if name not in _HOMES:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
     from importlib import import_module

@@ -8,7 +8,8 @@ import torch
 
 from kernels.bench.clock import Clock
 
-_MAX_COPIED_BYTES = 2 << 30  # read and written together; larger copies are no faster
+_MAX_COPIED_BYTES = 1 << 29  # read and written together; much larger ones are slower on some cards, none is faster
+_ALIGNED = 4096  # bytes: of other sizes a GPU copies a few slowly
 
 
 class Ceilings:
@@ -22,6 +23,7 @@ class Ceilings:
     def _copy_gb_per_s(self, num_bytes: int) -> float:
         """Of a copy that reads and writes `num_bytes` together, counting both."""
         half = max(16, min(num_bytes, _MAX_COPIED_BYTES) // 2)
+        half -= half % min(half, _ALIGNED)
         device = self._clock.device
         # Random bytes: equal ones cost less power, and a card that is not held back by it is faster than any kernel.
         sources = [

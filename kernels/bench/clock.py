@@ -52,12 +52,22 @@ class GraphClock:
         rounds = max(1, round(_GRAPH_US / (once_us * len(calls))))
         repeated = list(calls) * max(1, min(rounds, _MAX_CALLS_OF_A_GRAPH // len(calls)))
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in repeated:
-                call()
+        try:
+            with torch.cuda.graph(graph):
+                for call in repeated:
+                    call()
+        except Exception:
+            self._end_capture()
+            raise
         replays = [graph.replay]
         self._between_events(replays)
         return statistics.median(self._between_events(replays) for _ in range(_REPLAYS)) / len(repeated)
+
+    def _end_capture(self) -> None:
+        """After a capture that failed, PyTorch's random numbers take themselves to be captured: one that succeeds ends
+        that."""
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.empty(1, device=self.device).zero_()
 
     def _between_events(self, calls: Sequence[Call]) -> float:
         """Mean microseconds of a call, from the first call's start to the last one's end."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from kernels.bench import operations
 from kernels.gpu.operations import quantized_product
+from kernels.gpu.quantized import packed_linear, segments
 from kernels.gpu.quantized import packed_product as module
-from kernels.gpu.quantized import segments
+from kernels.gpu.quantized.expanded_weight import expanded_weight
 from kernels.gpu.quantized.factored_scales import factored
 from kernels.gpu.quantized.packed_codes import pack_codes
 from kernels.quantized_weight import Numbers, QuantizedWeight
@@ -22,6 +24,7 @@ by_format = pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 # Of rows past the last there are no sums of groups: what comes of them is not stored.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 # Of a result: one rounding. Numbers and their products are exact; of the rest, sums in float32, see below.
+LEAST = 2**-25  # the half of float16's smallest number
 ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 
 
@@ -71,13 +74,14 @@ def test_a_row_is_the_same_in_any_company(form: Format, monkeypatch: pytest.Monk
     product = quantized_product(weight, None)
     assert product is not None
     launches: list[bool] = []
-    launch = module._packed_product_kernel.run
+    bind = module._bound
 
-    def watched(*arguments: object, **options: object) -> object:
-        launches.append(bool(options["IS_SPLIT"]))
-        return launch(*arguments, **options)
+    def watched(*arguments: Any) -> Any:
+        cut, launch = bind(*arguments)
+        launches.append(cut.is_split)
+        return cut, launch
 
-    monkeypatch.setattr(module._packed_product_kernel, "run", watched)
+    monkeypatch.setattr(module, "_bound", watched)
     x = (normal(130, size).clamp(-2, 2) * 4).round().div(4).to(dtype)
     whole = torch.empty(130, 33, dtype=dtype, device=DEVICE)
     product.multiply(whole, x)
@@ -87,6 +91,33 @@ def test_a_row_is_the_same_in_any_company(form: Format, monkeypatch: pytest.Monk
         product.multiply(few, x[rows])
         assert torch.equal(few, whole[rows])
     assert launches == [False] + [True] * len(parts)
+
+
+@DTYPES
+@by_format
+def test_a_weight_is_expanded_for_many_rows(form: Format, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded to the rows' type and nothing else; sizes that no tile divides."""
+    monkeypatch.setattr(packed_linear, "EXPANDING_ROWS", 20)
+    weight, bias = form.weight(70, 300), normal(70, dtype=dtype, seed=2)
+    packed = pack_codes(weight)
+    assert packed is not None
+    exact, expanded = exact_weight(replace(weight, order=None)), expanded_weight(packed, dtype)
+    parts = exact.abs()
+    if weight.offset is not None:  # the sum's, whose terms may cancel each other
+        parts = parts + 2 * weight.offset.double().abs().repeat_interleave(weight.group, dim=1)[:, :300]
+    assert bool(((expanded.double() - exact).abs() <= 3 * 2**-24 * parts + ROUNDING[dtype] * exact.abs() + LEAST).all())
+
+    product = quantized_product(weight, bias, may_expand=True)
+    x, outs = normal(20, 300, dtype=dtype), [poisoned(20, 70, dtype=dtype) for _ in range(2)]
+    assert product is not None
+    product.multiply(outs[0], x)
+    monkeypatch.setattr(packed_linear, "EXPANDING_ROWS", 21)
+    product.multiply(outs[1], x)
+    rows = x if weight.order is None else x[:, weight.order]
+    assert torch.equal(outs[0], torch.addmm(bias, rows, expanded.t())) and all(map(gaps_are_untouched, outs))
+    # What rounding the weight costs, and a second order of sums.
+    cost = (ROUNDING[dtype] + 300 * 2**-24) * (rows.double().abs() @ parts.t() + 1)
+    assert bool(((outs[0] - outs[1]).double().abs() <= 2 * (cost + ROUNDING[dtype] * outs[1].double().abs())).all())
 
 
 def test_segments_cover_the_chunks() -> None:

@@ -21,8 +21,10 @@ def factored(scale: torch.Tensor, groups_of_chunk: int) -> tuple[torch.Tensor, t
     largest = padded.abs().amax(2)
     factor = torch.zeros_like(largest)
     is_found = largest == 0
+    # On the device, because a GPU divides by a number of the host as it multiplies by its reciprocal: rounded twice.
+    numbers_of_largest = torch.arange(1, _MOST + 1, dtype=scale.dtype, device=scale.device)
     for number in range(1, _MOST + 1):  # what the largest may be
-        trial = largest / number
+        trial = largest / numbers_of_largest[number - 1]
         products = (padded / trial[..., None]).round_() * trial[..., None]
         is_new = (products == padded).all(2) & ~is_found
         factor = torch.where(is_new, trial, factor)

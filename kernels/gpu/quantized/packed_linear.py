@@ -1,31 +1,45 @@
-"""A `QuantizedWeight` that is multiplied as `packed_product` does, with its columns' order."""
+"""A `QuantizedWeight` that is multiplied as `packed_product` does, or expanded for many rows; its columns' order."""
 
 from __future__ import annotations
 
 import torch
 
+from kernels.gpu.quantized.expanded_weight import expanded_weight
 from kernels.gpu.quantized.packed_codes import PackedCodes, pack_codes
 from kernels.gpu.quantized.packed_product import packed_product
 from kernels.quantized_weight import QuantizedWeight
 
+# Rows from which on a whole weight is written out and multiplied in their type sooner than it is unpacked for each tile
+# of 64 rows: measured, see `benchmarks.gpu`.
+EXPANDING_ROWS = 192
+
 
 class PackedLinear:
-    """out = x W^T + bias; see `packed_product`. Activations are not rounded."""
+    """out = x W^T + bias; see `packed_product`. Activations are not rounded; what is expanded is, to their type."""
 
-    def __init__(self, packed: PackedCodes, order: torch.Tensor | None, bias: torch.Tensor | None) -> None:
-        """`order` i64[K] as `QuantizedWeight` has it; bias [N]."""
-        self._packed, self._order, self._bias = packed, order, bias
+    def __init__(
+        self, packed: PackedCodes, order: torch.Tensor | None, bias: torch.Tensor | None, *, may_expand: bool
+    ) -> None:
+        """`order` i64[K] as `QuantizedWeight` has it; bias [N]; `may_expand`: see `quantized_product`."""
+        self._packed, self._order, self._bias, self._may_expand = packed, order, bias, may_expand
         self.in_features, self.out_features = packed.in_features, packed.out_features
         self.weight_bytes = packed.nbytes + sum(x.nbytes for x in (order, bias) if x is not None)
 
     @classmethod
-    def of(cls, weight: QuantizedWeight, bias: torch.Tensor | None) -> PackedLinear | None:
+    def of(cls, weight: QuantizedWeight, bias: torch.Tensor | None, *, may_expand: bool = False) -> PackedLinear | None:
         """None where there is no such layout for the weight."""
         packed = pack_codes(weight)
-        return None if packed is None else cls(packed, weight.order, bias)
+        return None if packed is None else cls(packed, weight.order, bias, may_expand=may_expand)
 
     def multiply(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """out [T, N], x [T, K]: rows of adjacent elements at any stride, of one type of 16 or 32 bits."""
         # Gathered once: in the product each tile of outputs would gather anew.
         rows = x if self._order is None else x.index_select(1, self._order)
-        packed_product(out, rows, self._packed, self._bias)
+        if not self._may_expand or len(x) < EXPANDING_ROWS:
+            packed_product(out, rows, self._packed, self._bias)
+            return
+        weight = expanded_weight(self._packed, x.dtype)
+        if self._bias is None:
+            torch.mm(rows, weight.t(), out=out)
+        else:
+            torch.addmm(self._bias, rows, weight.t(), out=out)

@@ -51,7 +51,7 @@ def packed_sum(  # type: ignore[no-untyped-def]
     chunk_size: tl.constexpr = fields * WIDTH
     # In one chunk, which is a group where there is a scale an output.
     fields_of_group: tl.constexpr = min(GROUP // WIDTH, fields) if GROUP else fields
-    # Exponents of the numbers as `_numbers` leaves them.
+    # Exponents of the numbers as `numbers_of` leaves them.
     factor: tl.constexpr = 256.0 if NUMBERS == "e4m3" else 16384.0 if NUMBERS == "e2m1" else 1.0
     dtype: tl.constexpr = x.dtype.element_ty
     column = tl.arange(0, WIDTH)
@@ -88,7 +88,7 @@ def packed_sum(  # type: ignore[no-untyped-def]
                 if zero is not None:
                     nought = tl.load(zero + place)
                 part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            a = _numbers(packed, upper, nought, field, NUMBERS, dtype)
+            a = numbers_of(packed, upper, nought, field, NUMBERS, dtype)
             part = tl.dot(a, b, part, input_precision="ieee")
             if field % fields_of_group == fields_of_group - 1:
                 if GROUP:
@@ -120,7 +120,7 @@ def packed_sum(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-def _numbers(words, high, zero, FIELD: tl.constexpr, NUMBERS: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def numbers_of(words, high, zero, FIELD: tl.constexpr, NUMBERS: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """What field FIELD of `words` [N, width] stands for less `zero` [N], in DTYPE; of E4M3 2^-8 and of E2M1 2^-14 of
     it."""
     is_byte: tl.constexpr = NUMBERS == "int8" or NUMBERS == "e4m3"

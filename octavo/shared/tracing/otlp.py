@@ -12,7 +12,6 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -22,11 +21,11 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
+import octavo
 from octavo.shared.tracing.context import TraceContext
 from octavo.shared.tracing.span import Kind, Span
 
 _KINDS = {Kind.INTERNAL: SpanKind.INTERNAL, Kind.SERVER: SpanKind.SERVER, Kind.CONSUMER: SpanKind.CONSUMER}
-_VERSION = version("octavo")
 _LOOKS = 5
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
@@ -42,11 +41,11 @@ class OtlpExporter:
         self._exporter = OTLPSpanExporter(endpoint=endpoint, insecure=endpoint.startswith("http://"))
         own: dict[str, Any] = {
             "service.name": service,
-            "service.version": _VERSION,
+            "service.version": octavo.__version__,
             "service.instance.id": f"{socket.gethostname()}:{os.getpid()}",
         }
         self._resource = Resource.create(own | dict(OTELResourceDetector().detect().attributes))
-        self._scope = InstrumentationScope("octavo", _VERSION)
+        self._scope = InstrumentationScope("octavo", octavo.__version__)
 
     def export(self, spans: Sequence[Span]) -> str:
         """See `Exporter`; repeats for as long as OTEL_EXPORTER_OTLP_TIMEOUT says, 10 s by default."""

@@ -37,7 +37,7 @@ class QuantizedProducts:
         self, kind: str, weight: QuantizedWeight, bias: torch.Tensor | None, *, is_batch_invariant: bool
     ) -> CompiledLinear | QuantizedLinear | FloatLinear | TiledLinear:
         """The product with a weight of a format `kind`, which is not needed afterwards; bias of the model's type."""
-        if (product := self._few_bits(weight, bias)) is not None:
+        if (product := self._few_bits(weight, bias, is_batch_invariant=is_batch_invariant)) is not None:
             return quantized_linear(product, weight.out_features)
         expanded = self.expanded(weight)
         made = dense(expanded, bias, is_batch_invariant=is_batch_invariant, memory=self._memory)
@@ -80,9 +80,11 @@ class QuantizedProducts:
             self._bytes_per_number[key] = taken
         return self._bytes_per_number[key]
 
-    def _few_bits(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> QuantizedProduct | None:
-        takes_memory = kernels_for(self._device).__name__ == "kernels.cpu"
-        options = {"new": self._memory.new} if takes_memory else {}
+    def _few_bits(
+        self, weight: QuantizedWeight, bias: torch.Tensor | None, *, is_batch_invariant: bool = True
+    ) -> QuantizedProduct | None:
+        is_cpu = kernels_for(self._device).__name__ == "kernels.cpu"  # whose products are invariant in any case
+        options = {"new": self._memory.new} if is_cpu else {"may_expand": not is_batch_invariant}
         product: QuantizedProduct | None = kernels_for(self._device).quantized_product(weight, bias, **options)
         return product
 

@@ -1,0 +1,136 @@
+"""A weight of packed codes, written out in the type of activations: for products with so many rows that unpacking a
+tile for each of them anew costs more than writing all of it once.
+
+    out [N, K] = scale[n, g] * (number[n, k] - zero[n, g]) + offset[n, g],   rounded to float32, then to its type
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.gpu.launch import Launch, once_a_layout
+from kernels.gpu.quantized.packed_codes import TILE, WIDTH, PackedCodes
+from kernels.gpu.quantized.unpacking import numbers_of
+from kernels.gpu.tiles import cdiv
+from kernels.gpu.variant import Variant
+from kernels.quantized_weight import Numbers
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _expand_kernel(  # type: ignore[no-untyped-def]
+    out,
+    words,
+    high,
+    scale,
+    scale_factor,
+    zero,
+    offset,
+    offset_factor,
+    OUTPUTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """A program has one chunk of some outputs; see `packed_codes` for how they lie."""
+    fields: tl.constexpr = 4 if (NUMBERS == "int8" or NUMBERS == "e4m3") else 8
+    # Exponents of the numbers as `numbers_of` leaves them.
+    factor: tl.constexpr = 256.0 if NUMBERS == "e4m3" else 16384.0 if NUMBERS == "e2m1" else 1.0
+    lines: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    chunk = tl.program_id(0).to(tl.int64)
+    output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    word = tl.arange(0, WIDTH)
+    places = (chunk * lines + output[:, None]) * WIDTH + word[None, :]
+    packed = tl.load(words + places)
+    upper = None
+    if high is not None:
+        upper = tl.load(high + places)
+    for field in tl.static_range(fields):
+        first = chunk * (fields * WIDTH) + field * WIDTH
+        of_group = (first // GROUP_SIZE if GROUP_SIZE else 0) * lines + output
+        nought = None
+        if zero is not None:
+            nought = tl.load(zero + of_group)
+        values = numbers_of(packed, upper, nought, field, NUMBERS, tl.float32)
+        by = tl.load(scale + of_group).to(tl.float32) * factor
+        if scale_factor is not None:
+            by *= tl.load(scale_factor + chunk * lines + output)
+        values = values * by[:, None]
+        if offset is not None:
+            more = tl.load(offset + of_group).to(tl.float32)
+            if offset_factor is not None:
+                more *= tl.load(offset_factor + chunk * lines + output)
+            values += more[:, None]
+        column = first + word
+        inside = (output < OUTPUTS)[:, None] & (column < SIZE)[None, :]
+        tl.store(out + output.to(tl.int64)[:, None] * SIZE + column[None, :], values.to(out.dtype.element_ty), inside)
+
+
+def expanded_weight(weight: PackedCodes, dtype: torch.dtype) -> torch.Tensor:
+    """[N, K]; see the top of this file."""
+    out = torch.empty(weight.out_features, weight.in_features, dtype=dtype, device=weight.device)
+    scales = weight.scale, weight.scale_factor
+    of_weight = weight.words, weight.high, *scales, weight.zero, weight.offset, weight.offset_factor
+    _bound((out, *of_weight), weight.numbers, weight.group)(out, *of_weight)
+    return out
+
+
+@once_a_layout
+def _bound(
+    out: torch.Tensor,
+    words: torch.Tensor,
+    high: torch.Tensor | None,
+    scale: torch.Tensor,
+    scale_factor: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    offset_factor: torch.Tensor | None,
+    numbers: Numbers,
+    group: int,
+) -> Launch:
+    num_outputs, size = out.shape
+    constants = _constants(num_outputs, size, numbers, group)
+    return Launch(_expand_kernel, (len(words), cdiv(num_outputs, TILE)), (), **constants)
+
+
+def _constants(num_outputs: int, size: int, numbers: Numbers, group: int) -> dict[str, object]:
+    sizes = {"OUTPUTS": num_outputs, "SIZE": size, "WIDTH": WIDTH, "GROUP_SIZE": group, "BLOCK_N": TILE}
+    return {**sizes, "NUMBERS": numbers.value}
+
+
+def variants() -> Iterator[Variant]:
+    """Each format in bfloat16, and sizes that no tile divides."""
+    formats = [
+        (Numbers.UINT4, 128, "fp16", "zero"),
+        (Numbers.UINT4, 32, "i8", "offset"),
+        (Numbers.INT6, 16, "i8", ""),
+        (Numbers.INT8, 32, "fp16", ""),
+        (Numbers.E4M3, 0, "fp32", ""),
+        (Numbers.E2M1, 32, "bf16", ""),
+    ]
+    for numbers, group, scale, extra in formats:
+        for num_outputs, size in ((4096, 4096), (1000, 584)) if numbers is Numbers.UINT4 else ((4096, 4096),):
+            optional = {
+                "high": "*i16" if numbers is Numbers.INT6 else "",
+                "scale_factor": "*fp32" if scale == "i8" else "",
+                "zero": "*i8" if extra == "zero" else "",
+                "offset": f"*{scale}" if extra == "offset" else "",
+                "offset_factor": "*fp32" if extra == "offset" else "",
+            }
+            pointers = {"out": "*bf16", "words": "*i32", "scale": f"*{scale}"}
+            pointers |= {name: kind for name, kind in optional.items() if kind}
+            absent = dict.fromkeys([name for name, kind in optional.items() if not kind])
+            yield Variant(
+                f"expanded_weight {numbers.value} by {group or 'output'}{f', {extra}' if extra else ''}: "
+                f"{num_outputs} x {size}",
+                _expand_kernel,
+                pointers,
+                absent | _constants(num_outputs, size, numbers, group),
+                divisible_by_16=tuple(pointers),
+                may_spill=False,
+            )
