@@ -89,7 +89,7 @@ def _product(setting: Setting, form: _Format, rows: int, outputs: int, size: int
         x = torch.randn(rows, size, dtype=setting.dtype, device=setting.device)
         out = torch.empty(rows, outputs, dtype=setting.dtype, device=setting.device)
         weight = form.weight(setting, outputs, size)
-        product = quantized_product(weight, None)
+        product = quantized_product(weight, None, may_expand=True)
         if product is None:
             raise ValueError(f"there is no product for {form.name}")
         plain = weight.dequantized().to(setting.dtype)

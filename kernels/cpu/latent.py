@@ -54,8 +54,10 @@ def latent_attention(
     scale: float,
     max_query_len: int,
     max_seq_len: int,
+    is_batch_invariant: bool = False,
 ) -> None:
-    """See `reference_latent.latent_attention`; types and strides as for `paged_attention`."""
+    """See `reference_latent.latent_attention`; types and strides as for `paged_attention`. A token's bits depend on
+    nothing beside it in any case."""
     whole = torch.empty_like(query)
     paged_attention(
         whole,

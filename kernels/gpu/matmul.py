@@ -6,8 +6,8 @@
     weight [m, n]    contiguous
     out [T, m]       rows at any stride
 
-The tile, and the segments into which a sum over n is cut, follow from the weight alone. A segment is summed from zero,
-then the segments' sums are added in order: by one program that has them all,
+The tile of outputs, and the segments into which a sum over n is cut, follow from the weight alone. A segment is summed
+from zero, then the segments' sums are added in order: by one program that has them all,
 
     total = ((0 + segment 0) + segment 1) + ...
 
@@ -18,7 +18,7 @@ memory. Either way the same numbers are added in the same order, so who adds the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -32,6 +32,7 @@ from kernels.gpu.products import add_product, tile_of_program
 from kernels.gpu.tiles import cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
 
+_FEW_ROWS = 64  # up to which a tile has no more
 _WANTED_PROGRAMS = 128  # as many as a large GPU runs at once, with one on each of its processors
 _MAX_SEGMENTS = 8
 _SUMMED_ELEMENTS = 1024  # of a program that adds segments
@@ -53,8 +54,15 @@ class Tiling:
     num_warps: int = 4
 
     def stages(self, is_described: bool) -> int:
-        """Tiles in use or on their way: of the widest, a card that reads descriptors holds one more."""
-        return 4 if is_described and self.block_n == _WIDE else 3
+        """Tiles in use or on their way: cards that read descriptors hold more."""
+        if not is_described:
+            return 3
+        return 5 if self.block_m == _FEW_ROWS and self.block_n < _WIDE else 4
+
+    def for_few_rows(self) -> Tiling:
+        """With half as many rows, by half as many warps. A row's sum is the same: four warps of a Hopper multiply 64
+        rows at once, and other cards' 16."""
+        return replace(self, block_m=_FEW_ROWS, num_warps=4)
 
 
 def tiling(num_outputs: int, size: int, dtype: torch.dtype) -> Tiling:
@@ -203,6 +211,8 @@ def _bound(
     if bias is not None:
         check_contiguous("matmul", "bias", bias, (num_outputs,), x)
     cut = tiling(num_outputs, size, weight.dtype)
+    if count <= _FEW_ROWS:
+        cut = cut.for_few_rows()
     num_tiles = cdiv(count, cut.block_m) * cdiv(num_outputs, cut.block_n)
     is_split = cut.num_segments > 1 and num_tiles < _WANTED_PROGRAMS  # the one thing that rows decide
     is_described = may_describe and _can_be_described(x, weight)
@@ -272,10 +282,11 @@ def variants() -> Iterator[Variant]:
     shapes = [("bf16", 4096, 4096), ("bf16", 28672, 4096), ("bf16", 1000, 584), ("fp16", 6144, 4096)]
     shapes += [("fp32", 4096, 4096), ("bf16", 8, 2048), ("bf16", 4096, 14336), ("bf16", 128256, 4096)]
     for dtype, num_outputs, size in shapes:
-        cut = tiling(num_outputs, size, torch.float32 if dtype == "fp32" else torch.bfloat16)
-        for is_split in (False, True)[: cut.num_segments]:
-            for is_described in (False, True)[: 1 if dtype == "fp32" else 2]:
-                yield _variant(dtype, num_outputs, size, cut, is_split, is_described)
+        whole = tiling(num_outputs, size, torch.float32 if dtype == "fp32" else torch.bfloat16)
+        for cut in dict.fromkeys((whole, whole.for_few_rows())):
+            for is_split in (False, True)[: cut.num_segments]:
+                for is_described in (False, True)[: 1 if dtype == "fp32" else 2]:
+                    yield _variant(dtype, num_outputs, size, cut, is_split, is_described)
     for dtype, has_bias in (("bf16", False), ("fp16", True), ("fp32", False)):
         pointers = {"out": f"*{dtype}", "sums": "*fp32"} | ({"bias": f"*{dtype}"} if has_bias else {})
         yield Variant(
@@ -300,7 +311,7 @@ def _variant(dtype: str, num_outputs: int, size: int, cut: Tiling, is_split: boo
         pointers |= tiles
     aligned = size % 16 == 0 and num_outputs % 16 == 0
     return Variant(
-        f"matmul {dtype} {num_outputs} x {size}{' split' * is_split}{' described' * is_described}",
+        f"matmul {dtype} {num_outputs} x {size}, {cut.block_m} rows{' split' * is_split}{' described' * is_described}",
         _matmul_kernel,
         pointers | tiles | dict.fromkeys(["count", "out_stride", "x_stride"], "i32"),
         ({} if has_bias else {"bias": None})

@@ -59,12 +59,14 @@ def latent_attention(
     scale: float,
     max_query_len: int,
     max_seq_len: int,
+    is_batch_invariant: bool = False,
 ) -> None:
     """Causal attention of all heads to the one key that each token has in the cache, whose beginning is its value.
 
         out[t, h] = sum_j softmax_j(scale * query[t, h] . key[j]) key[j, :latent]
 
-    out [T, num_heads, latent]; query [T, num_heads, latent + rotary]; all else as for `paged_attention`.
+    out [T, num_heads, latent]; query [T, num_heads, latent + rotary]; all else as for `paged_attention`. With
+    `is_batch_invariant` a token's bits depend on nothing beside it.
     """
     latent_size, block_size = out.shape[-1], cache.shape[2]
     compute = torch.promote_types(query.dtype, torch.float32)

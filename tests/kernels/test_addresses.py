@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kernels.gpu.attention import paged_attention, plans
+from kernels.gpu.attention import joins, paged_attention, plans
 from kernels.gpu.sampling import kept_range
 
 
@@ -43,7 +43,7 @@ def test_filters_of_any_number_of_rows(count: int, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("num_sequences", [1, 2, 3, 5])
 def test_attention_of_any_number_of_sequences(num_sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches()
-    for module, name in ((plans, "plan_kernel"), (paged_attention, "segment_kernel"), (paged_attention, "join_kernel")):
+    for module, name in ((plans, "plan_kernel"), (paged_attention, "segment_kernel"), (joins, "join_kernel")):
         monkeypatch.setattr(module, name, launches)
     query, cache = torch.zeros(num_sequences, 3, 16), torch.zeros(4, 1, 8, 16)
     paged_attention.paged_attention(

@@ -157,6 +157,7 @@ def test_contexts_of_many_segments() -> None:
 def test_a_token_is_the_same_in_a_prompt_in_chunks_and_computed_alone(attend: Attend, device: str) -> None:
     num = SEGMENT + 21
     case = LatentCase([num], [0], num_heads=3, device=device)
+    case.options["is_batch_invariant"] = True
     expected = case.attend(attend)
     alone = [(p, p + 1) for p in (0, 15, SEGMENT - 1, SEGMENT, num - 1)]
     for first, last in [*alone, (0, 7), (7, 40), (num - 20, num)]:
@@ -171,6 +172,7 @@ def test_a_token_is_the_same_in_segments_in_spans_and_whole(capability: int, mon
         pretend(monkeypatch, module, capability=capability)
     query_len, context_len = 11, 2 * SPAN * SEGMENT + 30
     case = LatentCase([query_len], [context_len], num_heads=3, dtype=torch.float16)
+    case.options["is_batch_invariant"] = True
     found = {}
     for name, lines in (("whole", 0), ("spans", 3 * query_len), ("segments", 6 * query_len)):
         shared = new_scratch(1, query_len + context_len, 3, 24, 200, case.query.device, lines).new_pass()

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from benchmarks.stand_in_driver import StandInDriver
 from kernels.gpu import clamped_swiglu, grouped_matmul, matmul, score_experts
-from kernels.gpu.attention import plans
+from kernels.gpu.attention import joins, plans
 from kernels.gpu.latent import latent_and_cache, latent_attention
 from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.quantized import grouped_product
@@ -148,7 +148,8 @@ def test_an_operation_binds_its_launches_once_a_layout(name: str) -> None:
     module, call = OPERATIONS[name]
     # What it launches besides is for no tensors on a CPU, where there is a GPU.
     besides = mock.patch.object(plans, "plan_kernel"), mock.patch.object(grouped_product, "group_sums")
-    with mock.patch.object(module, "Launch") as made, besides[0], besides[1], nothing_launched():
+    of_joins = mock.patch.object(joins, "Launch")
+    with mock.patch.object(module, "Launch") as made, besides[0], besides[1], of_joins, nothing_launched():
         call()
         num_bound, num_launched = made.call_count, made.return_value.call_count
         call()

@@ -163,25 +163,29 @@ def join_kernel(  # type: ignore[no-untyped-def]
     sinks,
     value_scale,
     num_sequences,
-    num_kv_heads,
+    num_tiles,
     out_stride,
     window,
-    GROUP: tl.constexpr,
-    GROUP_TILE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS_TILE: tl.constexpr,
+    HEADS_OF_SCALE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
+    DIMS_TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Programs take tokens and key/value heads in turn: each row's pieces from first to last, zeros without any."""
+    """Programs take tokens, tiles of HEADS heads and tiles of their elements in turn: each row's pieces from first to
+    last, zeros without any. `num_tiles` of heads; HEADS_OF_SCALE: heads for which values have one scale."""
+    PARTS: tl.constexpr = (HEAD_SIZE + DIMS_TILE - 1) // DIMS_TILE
     ends = plan + TOKEN_END * num_sequences
-    num_items = tl.load(ends + num_sequences - 1) * num_kv_heads
+    num_items = tl.load(ends + num_sequences - 1) * num_tiles * PARTS
     # All in two dimensions, as sums are loaded: no number has to change threads, and nothing waits for that.
-    rows, dims = tl.arange(0, GROUP_TILE)[:, None], tl.arange(0, HEAD_TILE)[None, :]
-    inside = (rows < GROUP) & (dims < HEAD_SIZE)
+    rows = tl.arange(0, HEADS_TILE)[:, None]
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        head = item % num_kv_heads
-        sequence, before = sequence_of(ends, num_sequences, item // num_kv_heads, 1)
-        token = item // num_kv_heads - before.to(tl.int32)
+        dims = item % PARTS * DIMS_TILE + tl.arange(0, DIMS_TILE)[None, :]
+        inside = (rows < HEADS) & (dims < HEAD_SIZE)
+        tile = item // PARTS % num_tiles
+        sequence, before = sequence_of(ends, num_sequences, item // PARTS // num_tiles, 1)
+        token = item // PARTS // num_tiles - before.to(tl.int32)
         seq_len, query_start = tl.load(seq_lens + sequence), tl.load(query_starts + sequence)
         query_len = tl.load(query_starts + sequence + 1) - query_start
         piece_size = tl.load(plan + PIECE * num_sequences + sequence) * SEGMENT
@@ -190,30 +194,30 @@ def join_kernel(  # type: ignore[no-untyped-def]
         first_key = 0
         if HAS_WINDOW:
             first_key = tl.maximum(end_key - window, 0)
-        heads = head * GROUP + rows
+        heads = tile * HEADS + rows
         first_line = tl.load(plan + FIRST_LINE * num_sequences + sequence).to(tl.int64)
         first_line += token - first_piece * query_len
-        m, total, acc = _nothing(GROUP_TILE, HEAD_TILE)
+        m, total, acc = _nothing(HEADS_TILE, DIMS_TILE)
         for span in range(first_key // (SEGMENT * SPAN), tl.cdiv(end_key, SEGMENT * SPAN)):
             begin = tl.maximum(span * (SEGMENT * SPAN), first_key) // piece_size
             end = tl.cdiv(tl.minimum((span + 1) * (SEGMENT * SPAN), end_key), piece_size)
-            of_span_m, of_span_total, of_span_acc = _nothing(GROUP_TILE, HEAD_TILE)
+            of_span_m, of_span_total, of_span_acc = _nothing(HEADS_TILE, DIMS_TILE)
             for piece in tl.range(begin, end, loop_unroll_factor=8):
-                lines = (first_line + piece * query_len) * (num_kv_heads * GROUP) + heads
-                next_m = tl.load(maxima + lines, rows < GROUP, float("-inf"))
-                next_total = tl.load(totals + lines, rows < GROUP, 0.0)
+                lines = (first_line + piece * query_len) * (num_tiles * HEADS) + heads
+                next_m = tl.load(maxima + lines, rows < HEADS, float("-inf"))
+                next_total = tl.load(totals + lines, rows < HEADS, 0.0)
                 next_acc = tl.load(sums + lines * HEAD_SIZE + dims, inside, 0.0)
                 of_span_m, of_span_total, of_span_acc = join(
                     of_span_m, of_span_total, of_span_acc, next_m, next_total, next_acc
                 )
             m, total, acc = join(m, total, acc, of_span_m, of_span_total, of_span_acc)
-        result = finish(m, total, acc, sinks, heads, value_scale, head, rows < GROUP)
+        result = finish(m, total, acc, sinks, heads, value_scale, tile * HEADS // HEADS_OF_SCALE, rows < HEADS)
         places = (query_start + token).to(tl.int64) * out_stride + heads * HEAD_SIZE + dims
         tl.store(out + places, result.to(out.dtype.element_ty), inside)
 
 
 @triton.jit
-def _nothing(GROUP_TILE: tl.constexpr, HEAD_TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _nothing(HEADS_TILE: tl.constexpr, DIMS_TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The result over no keys."""
-    m, total = tl.full([GROUP_TILE, 1], float("-inf"), tl.float32), tl.zeros([GROUP_TILE, 1], tl.float32)
-    return m, total, tl.zeros([GROUP_TILE, HEAD_TILE], tl.float32)
+    m, total = tl.full([HEADS_TILE, 1], float("-inf"), tl.float32), tl.zeros([HEADS_TILE, 1], tl.float32)
+    return m, total, tl.zeros([HEADS_TILE, DIMS_TILE], tl.float32)

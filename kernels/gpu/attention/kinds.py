@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import triton
 import triton.language as tl
 
 from kernels.gpu.architectures import MAX_SHARED_BYTES
 from kernels.gpu.attention.decode import join_kernel, segment_kernel
+from kernels.gpu.attention.joins import FEWEST_DIMS, JOIN_REGISTERS, join_constants
 from kernels.gpu.attention.prefill import prefill_kernel
-from kernels.gpu.attention.tiling import ALL_REGISTERS, JOIN_REGISTERS, Tiling, padded, tiling
+from kernels.gpu.attention.tiling import ALL_REGISTERS, Tiling, padded, tiling
 from kernels.gpu.attention.work import OF_A_STEP, plan_kernel
 from kernels.gpu.variant import Variant
 
@@ -75,7 +75,8 @@ def variants_of_all() -> Iterator[Variant]:
             capabilities.setdefault(kind.tiling(capability), []).append(capability)
         for cut, of_cut in capabilities.items():
             yield from _variants(kind, cut, of_cut)
-        yield _join_variant(kind)
+        yield _join_variant(kind, kind.group, padded(kind.head_size))
+    yield _join_variant(_KINDS[0], 1, FEWEST_DIMS)
     for kind in (_KINDS[0], _KINDS[-1]):
         yield _plan_variant(kind)
 
@@ -125,18 +126,17 @@ def _variants(kind: Kind, cut: Tiling, capabilities: list[int]) -> Iterator[Vari
         )
 
 
-def _join_variant(kind: Kind) -> Variant:
+def _join_variant(kind: Kind, heads: int, dims: int) -> Variant:
     signature = {"out": f"*{kind.dtype}", **dict.fromkeys(_SUMS, "*fp32"), "plan": "*i32", **_POINTERS}
-    constants: dict[str, Any] = {"GROUP": kind.group, "GROUP_TILE": triton.next_power_of_2(kind.group)}
-    constants |= {"HEAD_SIZE": kind.head_size, "HEAD_TILE": padded(kind.head_size)}
+    constants: dict[str, Any] = {**join_constants(kind.head_size, heads, kind.group, dims)}
     for name, is_given in (("sinks", kind.has_sinks), ("value_scale", bool(kind.cache))):
         if is_given:
             signature[name] = "*fp32"
         else:
             constants[name] = None
-    signature |= {"num_sequences": "i32", "num_kv_heads": "i32", "out_stride": "i32", "window": "i32"}
+    signature |= {"num_sequences": "i32", "num_tiles": "i32", "out_stride": "i32", "window": "i32"}
     return Variant(
-        f"paged_attention join {kind}",
+        f"paged_attention join {kind} tile {heads}x{dims}",
         join_kernel,
         signature,
         constants | {"HAS_WINDOW": kind.has_window},

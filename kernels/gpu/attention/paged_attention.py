@@ -21,20 +21,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from kernels.gpu.attention import kinds, segment
 from kernels.gpu.attention.card import TYPES, card_of
-from kernels.gpu.attention.decode import join_kernel, segment_kernel
+from kernels.gpu.attention.decode import segment_kernel
+from kernels.gpu.attention.joins import join_launch
 from kernels.gpu.attention.plans import OfPlan, plan_of
 from kernels.gpu.attention.prefill import prefill_kernel
 from kernels.gpu.attention.scratch import AttentionPass, Scratch, new_pass_of, new_scratch, scratch_bytes
-from kernels.gpu.attention.tiling import ALL_REGISTERS, JOIN_REGISTERS, Tiling, padded, tiling
+from kernels.gpu.attention.tiling import ALL_REGISTERS, Tiling, padded, tiling
 from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.variant import Variant
 
 LOG2_E = segment.LOG2_E.value
-_JOIN_PROGRAMS = 8  # of a multiprocessor
 _CACHE_TYPES = (*TYPES, torch.float8_e4m3fn)
 
 
@@ -174,16 +173,16 @@ def _bound(
         maxnreg=ALL_REGISTERS,
         **kept,
     )
-    join = Launch(
-        join_kernel,
-        (min(num_tokens * num_kv_heads, _JOIN_PROGRAMS * card.num_multiprocessors),),
-        (num_sequences, num_kv_heads, out.stride(0), sliding_window),
-        GROUP=group,
-        GROUP_TILE=triton.next_power_of_2(group),
-        HEAD_SIZE=head_size,
-        HEAD_TILE=head_tile,
-        HAS_WINDOW=sliding_window > 0,
-        maxnreg=JOIN_REGISTERS,
+    join = join_launch(
+        num_sequences,
+        num_tokens,
+        num_heads,
+        head_size,
+        heads=group,
+        heads_of_scale=group,
+        out_stride=out.stride(0),
+        window=sliding_window,
+        num_multiprocessors=card.num_multiprocessors,
     )
     return _Launches(of_plan, card.num_multiprocessors, prefill if has_several else None, segment, join)
 

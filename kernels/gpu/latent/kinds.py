@@ -10,10 +10,11 @@ import triton.language as tl
 
 from kernels.gpu.architectures import MAX_SHARED_BYTES
 from kernels.gpu.attention.decode import join_kernel
-from kernels.gpu.attention.tiling import JOIN_REGISTERS, padded
+from kernels.gpu.attention.joins import FEWEST_DIMS, JOIN_REGISTERS, join_constants
+from kernels.gpu.attention.tiling import padded
 from kernels.gpu.attention.work import OF_A_STEP
 from kernels.gpu.latent.pieces import pieces_kernel
-from kernels.gpu.latent.tiling import ALL_REGISTERS, LatentTiling, latent_tiling
+from kernels.gpu.latent.tiling import ALL_REGISTERS, LatentCut, LatentTiling, latent_tiling
 from kernels.gpu.latent.whole import whole_kernel
 from kernels.gpu.variant import Variant
 
@@ -27,20 +28,24 @@ class LatentKind:
     block_size: int = 16
     latent_size: int = 512
     rotary_size: int = 64
+    is_batch_invariant: bool = False
 
     def tiling(self, capability: int) -> LatentTiling:
         """As a launch on such a card has it."""
         element_size = 4 if self.dtype == "fp32" else 2
         sizes = self.num_heads, self.latent_size, self.rotary_size, element_size
-        return latent_tiling(*sizes, capability, MAX_SHARED_BYTES[capability])
+        of_card = capability, MAX_SHARED_BYTES[capability]
+        return latent_tiling(*sizes, *of_card, is_batch_invariant=self.is_batch_invariant)
 
     def __str__(self) -> str:
-        return f"{self.dtype} {self.num_heads} heads block {self.block_size}"
+        name = f"{self.dtype} {self.num_heads} heads block {self.block_size}"
+        return name + " invariant" * self.is_batch_invariant
 
 
 _KINDS = (
     LatentKind(128),  # DeepSeek-V3 where one GPU has all heads
     LatentKind(16),  # on eight GPUs, and DeepSeek-V2-Lite
+    LatentKind(16, is_batch_invariant=True),
     LatentKind(16, "fp32"),
 )
 _SUMS = ("sums", "maxima", "totals")
@@ -55,7 +60,8 @@ def variants_of_all() -> Iterator[Variant]:
             capabilities.setdefault(kind.tiling(capability), []).append(capability)
         for cut, of_cut in capabilities.items():
             yield from _variants(kind, cut, of_cut)
-    yield _join_variant(_KINDS[0])
+    yield _join_variant(_KINDS[0], _KINDS[0].tiling(90).joined_heads, padded(_KINDS[0].latent_size))
+    yield _join_variant(_KINDS[0], 1, FEWEST_DIMS)
 
 
 def _variants(kind: LatentKind, cut: LatentTiling, capabilities: list[int]) -> Iterator[Variant]:
@@ -64,29 +70,27 @@ def _variants(kind: LatentKind, cut: LatentTiling, capabilities: list[int]) -> I
     read |= dict.fromkeys(("query_stride", "block_stride", "table_stride"), "i32")
     constants = {
         "HEADS": kind.num_heads,
-        "KEY_TILE": cut.key_tile,
         "BLOCK_SIZE": kind.block_size,
         "LATENT": kind.latent_size,
         "LATENT_TILE": padded(kind.latent_size),
         "TURNED": kind.rotary_size,
         "TURNED_TILE": padded(kind.rotary_size),
-        "JOINS": cut.joins,
         "DOT_TYPE": _DOT_TYPES[kind.dtype],
     }
     of_whole = {"out": f"*{kind.dtype}", **{f"kept_{name}": "*fp32" for name in _SUMS}, "out_stride": "i32"}
     of_pieces, programs = dict.fromkeys(_SUMS, "*fp32"), {"PROGRAMS": cut.piece_programs}
-    for name, kernel, own, rows, shape in (
-        ("whole", whole_kernel, of_whole, cut.whole_rows, {}),
-        ("pieces", pieces_kernel, of_pieces, cut.piece_rows, programs),
+    for name, kernel, own, of_kernel, shape in (
+        ("whole", whole_kernel, of_whole, cut.whole, {}),
+        ("pieces", pieces_kernel, of_pieces, cut.pieces, programs),
     ):
         signature: dict[str, str] = {**own, **read}
         yield Variant(
-            f"latent_attention {name} {kind} {_said(cut, rows)}",
+            f"latent_attention {name} {kind} {_said(cut, of_kernel)}",
             kernel,
             signature,
-            constants | shape | {"ROWS": rows},
-            num_warps=rows // cut.rows_of_warp,
-            num_stages=cut.stages,
+            constants | shape | {"ROWS": of_kernel.rows, "KEY_TILE": of_kernel.key_tile, "JOINS": of_kernel.joins},
+            num_warps=of_kernel.num_warps,
+            num_stages=of_kernel.stages,
             max_registers=ALL_REGISTERS,
             divisible_by_16=_aligned(signature),
             may_spill=kind.dtype == "fp32",  # without matrix units Ampere and Blackwell are a register or two short
@@ -94,19 +98,18 @@ def _variants(kind: LatentKind, cut: LatentTiling, capabilities: list[int]) -> I
         )
 
 
-def _said(cut: LatentTiling, rows: int) -> str:
-    return f"tile {rows}x{cut.key_tile} programs {cut.piece_programs}" + " joined" * cut.joins
+def _said(cut: LatentTiling, of_kernel: LatentCut) -> str:
+    return f"tile {of_kernel.rows}x{of_kernel.key_tile} programs {cut.piece_programs}" + " joined" * of_kernel.joins
 
 
-def _join_variant(kind: LatentKind) -> Variant:
-    heads = kind.tiling(90).joined_heads
+def _join_variant(kind: LatentKind, heads: int, dims: int) -> Variant:
     signature = {"out": f"*{kind.dtype}", **dict.fromkeys(_SUMS, "*fp32"), "plan": "*i32"}
     signature |= {"seq_lens": "*i32", "query_starts": "*i32"}
-    signature |= dict.fromkeys(("num_sequences", "num_kv_heads", "out_stride", "window"), "i32")
-    constants: dict[str, Any] = {"sinks": None, "value_scale": None, "GROUP": heads, "GROUP_TILE": heads}
-    constants |= {"HEAD_SIZE": kind.latent_size, "HEAD_TILE": padded(kind.latent_size), "HAS_WINDOW": False}
+    signature |= dict.fromkeys(("num_sequences", "num_tiles", "out_stride", "window"), "i32")
+    constants: dict[str, Any] = {"sinks": None, "value_scale": None, "HAS_WINDOW": False}
+    constants |= join_constants(kind.latent_size, heads, kind.num_heads, dims)
     return Variant(
-        f"latent_attention join {kind}",
+        f"latent_attention join {kind} tile {heads}x{dims}",
         join_kernel,
         signature,
         constants,

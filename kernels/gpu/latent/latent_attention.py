@@ -7,9 +7,9 @@ Source: DeepSeek-V2, 2024 (arXiv:2405.04434); Kwon et al. 2023 (arXiv:2309.06180
 [T, num_heads, latent + turned], out [T, num_heads, latent], a token's heads contiguous.
 
 `plan_kernel` decides, once a forward pass, which sequences are split: `pieces_kernel` and `join_kernel` compute these,
-`whole_kernel` the others. Both add up in one order, so that a token has the same bits alone, in a chunk and in a prompt
-where the matrix units give a row the same sums in a tile of 16 rows as in one of 32. Nothing here reads a tensor's
-values, so that a graph can capture it.
+`whole_kernel` the others. With `is_batch_invariant` both have tiles of one shape and add up in one order, so that a
+token has the same bits alone, in a chunk and in a prompt. Nothing here reads a tensor's values, so that a graph can
+capture it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ import torch
 
 from kernels.gpu.attention import segment
 from kernels.gpu.attention.card import TYPES, card_of
-from kernels.gpu.attention.decode import join_kernel
+from kernels.gpu.attention.joins import join_launch
 from kernels.gpu.attention.plans import OfPlan, plan_of
 from kernels.gpu.attention.scratch import AttentionPass, new_pass_of
-from kernels.gpu.attention.tiling import JOIN_REGISTERS, padded
+from kernels.gpu.attention.tiling import padded
 from kernels.gpu.latent import kinds
 from kernels.gpu.latent.pieces import pieces_kernel
-from kernels.gpu.latent.tiling import ALL_REGISTERS, LatentTiling, latent_tiling
+from kernels.gpu.latent.tiling import ALL_REGISTERS, LatentCut, latent_tiling
 from kernels.gpu.latent.whole import whole_kernel
 from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.variant import Variant
 
 _LOG2_E = segment.LOG2_E.value
-_JOIN_PROGRAMS = 8  # of a multiprocessor
 
 
 def latent_attention(
@@ -48,15 +47,18 @@ def latent_attention(
     scale: float,
     max_query_len: int,
     max_seq_len: int,
+    is_batch_invariant: bool = False,
     shared: AttentionPass | None = None,
 ) -> None:
     """See `kernels.oracles.reference_latent.latent_attention`; `shared` as for `paged_attention`.
+
+    Without `is_batch_invariant` a token's bits may depend on which of the two kernels computes it.
 
     Types: float32, float16 or bfloat16, and of the cache one with no more bits. Raises ValueError where a shape,
     stride, type or device does not fit.
     """
     tensors = out, query, cache, block_tables, seq_lens, query_starts
-    bound = _bound(tensors, scale, max_query_len > 1)
+    bound = _bound(tensors, scale, max_query_len > 1, is_batch_invariant)
     if bound is None:
         return
     latent_size, multiprocessors = out.shape[2], bound.num_multiprocessors
@@ -93,6 +95,7 @@ def _bound(
     query_starts: torch.Tensor,
     scale: float,
     has_several: bool,
+    is_batch_invariant: bool,
 ) -> _Launches | None:
     """`has_several`: a sequence may have several new tokens. None: there are no tokens."""
     _check(out, query, cache, block_tables, seq_lens, query_starts, scale)
@@ -102,22 +105,21 @@ def _bound(
     latent_size, card = out.shape[2], card_of(query.device)
     rotary_size, programs = cached_size - latent_size, card.num_multiprocessors
     of_card = card.capability, card.max_shared_bytes
-    cut = latent_tiling(num_heads, latent_size, rotary_size, query.element_size(), *of_card)
+    cut = latent_tiling(
+        num_heads, latent_size, rotary_size, query.element_size(), *of_card, is_batch_invariant=is_batch_invariant
+    )
     kept: dict[str, Any] = {
         "HEADS": num_heads,
-        "KEY_TILE": cut.key_tile,
         "BLOCK_SIZE": cache.shape[2],
         "LATENT": latent_size,
         "LATENT_TILE": padded(latent_size),
         "TURNED": rotary_size,
         "TURNED_TILE": padded(rotary_size),
-        "JOINS": cut.joins,
         "DOT_TYPE": card.dot_type(query.dtype),
-        "num_stages": cut.stages,
         "maxnreg": ALL_REGISTERS,
     }
     numbers = (query.stride(0), cache.stride(0), block_tables.stride(0), scale * _LOG2_E)
-    of_whole, of_pieces = _rows(cut, cut.whole_rows), _rows(cut, cut.piece_rows)
+    of_whole, of_pieces = _options(cut.whole), _options(cut.pieces)
     whole = Launch(whole_kernel, (programs,), (num_sequences, out.stride(0), *numbers), **of_whole, **kept)
     pieces = Launch(
         pieces_kernel,
@@ -127,24 +129,24 @@ def _bound(
         **of_pieces,
         **kept,
     )
-    num_joined = num_heads // cut.joined_heads
-    join = Launch(
-        join_kernel,
-        (min(num_tokens * num_joined, _JOIN_PROGRAMS * programs),),
-        (num_sequences, num_joined, out.stride(0), 0),
-        GROUP=cut.joined_heads,
-        GROUP_TILE=cut.joined_heads,
-        HEAD_SIZE=latent_size,
-        HEAD_TILE=padded(latent_size),
-        HAS_WINDOW=False,
-        maxnreg=JOIN_REGISTERS,
+    join = join_launch(
+        num_sequences,
+        num_tokens,
+        num_heads,
+        latent_size,
+        heads=cut.joined_heads,
+        heads_of_scale=num_heads,
+        out_stride=out.stride(0),
+        window=0,
+        num_multiprocessors=programs,
     )
-    of_plan = OfPlan(0, 1, num_heads, cut.key_tile, cut.piece_rows, cut.whole_rows)
+    of_plan = OfPlan(0, 1, num_heads, cut.pieces.key_tile, cut.pieces.rows, cut.whole.rows)
     return _Launches(of_plan, programs, whole if has_several else None, pieces, join)
 
 
-def _rows(cut: LatentTiling, rows: int) -> dict[str, int]:
-    return {"ROWS": rows, "num_warps": rows // cut.rows_of_warp}
+def _options(cut: LatentCut) -> dict[str, int]:
+    of_tile = {"ROWS": cut.rows, "KEY_TILE": cut.key_tile, "JOINS": cut.joins}
+    return {**of_tile, "num_warps": cut.num_warps, "num_stages": cut.stages}
 
 
 def _check(

@@ -7,9 +7,6 @@
 A program has a tile of outputs and one of rows, 16 to 64 of them; the weight's tile is the left matrix, of which tensor
 cores want 64 or 128 rows at least, so that a decode step's few rows fill the right one's 16 columns. A sum is cut into
 segments as in `kernels.gpu.matmul`, which follow from the weight alone: a row has the same bits in any company.
-
-Nothing here has been measured on a card: tiles and stages are reasoned from what compiled code takes of registers and
-shared memory, and from its instructions a weight, which keep few rows near the bound of memory.
 """
 
 from __future__ import annotations
@@ -98,9 +95,9 @@ def _packed_product_kernel(  # type: ignore[no-untyped-def]
 
 
 def most_registers(block_m: int) -> int | None:
-    """Of a thread. With few rows the assembler, left alone, spills some for more threads; with many, told that it may
-    take all, it loads so far ahead that it spills."""
-    return 255 if block_m < MOST_ROWS else None
+    """Of a thread. With few rows, told that it may take more, the assembler takes them, for half as many threads on a
+    processor; with many, told that it may take all, it loads so far ahead that it spills."""
+    return 128 if block_m < MOST_ROWS else None
 
 
 def stages_of(dtype: torch.dtype) -> int:

@@ -60,7 +60,8 @@ class LatentLayer(DecoderLayer):
         rows = [rows_of_heads(size)]
         both = weights.take_parts([up], [config.num_heads * size], latent.latent_size, rows=rows)
         keys, values = both.view(-1, size, latent.latent_size).split([latent.plain_size, latent.value_size], dim=1)
-        form = partial(head_products, is_batch_invariant=weights.is_batch_invariant, memory=weights.memory)
+        self._is_batch_invariant = weights.is_batch_invariant
+        form = partial(head_products, is_batch_invariant=self._is_batch_invariant, memory=weights.memory)
         self._into_latent, self._out_of_latent = form(keys.transpose(1, 2).contiguous()), form(values.contiguous())
 
     @property
@@ -118,6 +119,7 @@ class LatentLayer(DecoderLayer):
             scale=self.attention_options["scale"],
             max_query_len=attention.max_query_len,
             max_seq_len=attention.max_seq_len,
+            is_batch_invariant=self._is_batch_invariant,
             **step.attention_options,
         )
         values = step.normed.new_empty(len(plain), heads * latent.value_size)
