@@ -141,7 +141,7 @@ def _grouped(
         out = torch.empty(rows, outputs, dtype=setting.dtype, device=device)
 
         def ours() -> torch.Tensor:
-            grouped_quantized_matmul(out, x, weights, starts, tokens)
+            grouped_quantized_matmul(out, x, weights, starts, tokens, may_expand=True)
             return out
 
         def in_16_bits() -> torch.Tensor:

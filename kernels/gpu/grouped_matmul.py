@@ -10,13 +10,14 @@
     out [R, m]                   rows at any stride
 
 The grid has room for the worst case, R / tile + num_experts tiles of rows; a program counts the tiles of the experts
-before its own, and one past the last has nothing to do. Tiles follow from the weights alone, and a row is summed in one
-piece: its result depends on nothing beside it.
+before its own, and one past the last has nothing to do. A row is summed in one piece, in the order that all tiles have:
+its result depends on nothing beside it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -28,7 +29,8 @@ from kernels.gpu.products import segment_sum, tile_of_program
 from kernels.gpu.tiles import cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
 
-_BLOCK_M = 64  # rows that a Hopper tensor core multiplies at once
+_ALL_REGISTERS = 255  # of a thread: left alone, the assembler spills a few for more threads than shared memory allows
+_MANY_ROWS = 128  # of an expert, on average: from here on tiles are as large as a plain product's
 
 
 @triton.jit(do_not_specialize=["row_tiles"])
@@ -115,27 +117,45 @@ def _bound(
         raise ValueError(f"grouped_matmul: out must be [R, {num_outputs}] for R rows, not {tuple(out.shape)}")
     if starts.dtype != torch.int32 or (rows is not None and rows.dtype != torch.int64):
         raise ValueError("grouped_matmul: starts must be int32, rows int64")
-    block_n, block_k = _tile(num_outputs, weights.dtype)
-    row_tiles = num_rows // _BLOCK_M + min(num_experts, num_rows)
+    tile = _tile(num_outputs, size, weights.dtype, num_rows // num_experts)
+    row_tiles = num_rows // tile.rows + min(num_experts, num_rows)
     return Launch(
         _grouped_matmul_kernel,
-        (row_tiles * cdiv(num_outputs, block_n),),
+        (row_tiles * cdiv(num_outputs, tile.outputs),),
         (row_tiles, out.stride(0), x.stride(0)),
         EXPERTS=num_experts,
         PADDED_EXPERTS=next_power_of_2(num_experts),
         OUTPUTS=num_outputs,
         SIZE=size,
-        BLOCK_M=_BLOCK_M,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
+        **tile.constants,
         HAS_ROWS=rows is not None,
+        num_warps=tile.num_warps,
+        maxnreg=_ALL_REGISTERS,
     )
 
 
-def _tile(num_outputs: int, dtype: torch.dtype) -> tuple[int, int]:
-    """(outputs, elements of a row) that a program multiplies at once; without tensor cores registers are short."""
-    most, block_k = (64, 16) if dtype == torch.float32 else (128, 64)
-    return max(16, min(most, next_power_of_2(num_outputs))), block_k
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """What a program multiplies at once."""
+
+    rows: int
+    outputs: int
+    elements: int  # of a row
+    num_warps: int = 4
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"BLOCK_M": self.rows, "BLOCK_N": self.outputs, "BLOCK_K": self.elements}
+
+
+def _tile(num_outputs: int, size: int, dtype: torch.dtype, rows_of_expert: int) -> _Tile:
+    """Without tensor cores registers are short, as they are in a large tile with masks in its loop. 64 rows are what
+    four warps of a Hopper multiply at once."""
+    if dtype == torch.float32:
+        return _Tile(64, max(16, min(64, next_power_of_2(num_outputs))), 16)
+    if rows_of_expert >= _MANY_ROWS and num_outputs >= 256 and size % 64 == 0:
+        return _Tile(128, 256, 64, num_warps=8)
+    return _Tile(64, max(16, min(128, next_power_of_2(num_outputs))), 64)
 
 
 def variants() -> Iterator[Variant]:
@@ -144,7 +164,7 @@ def variants() -> Iterator[Variant]:
     shapes += [("bf16", 5, 1000, 584, True), ("fp16", 8, 4096, 14336, False), ("fp32", 8, 4096, 14336, True)]
     biased = [("bf16", 32, 5760, 2880, True), ("bf16", 32, 2880, 2880, False)]
     for dtype, num_experts, num_outputs, size, has_rows in shapes + biased:
-        block_n, block_k = _tile(num_outputs, torch.float32 if dtype == "fp32" else torch.bfloat16)
+        of_type = torch.float32 if dtype == "fp32" else torch.bfloat16
         pointers = dict.fromkeys(["out", "x", "weights"], f"*{dtype}") | {"starts": "*i32"}
         constants: dict[str, object] = {} if has_rows else {"rows": None}
         if has_rows:
@@ -154,14 +174,18 @@ def variants() -> Iterator[Variant]:
             pointers["bias"] = f"*{dtype}"
         else:
             constants["bias"] = None
-        yield Variant(
-            f"grouped_matmul {dtype} {num_experts} x {num_outputs} x {size}{' rows' * has_rows}{' bias' * is_biased}",
-            _grouped_matmul_kernel,
-            pointers | dict.fromkeys(["row_tiles", "out_stride", "x_stride"], "i32"),
-            constants
-            | {"EXPERTS": num_experts, "PADDED_EXPERTS": next_power_of_2(num_experts)}
-            | {"OUTPUTS": num_outputs, "SIZE": size, "BLOCK_M": _BLOCK_M, "BLOCK_N": block_n, "BLOCK_K": block_k}
-            | {"HAS_ROWS": has_rows},
-            divisible_by_16=(*pointers, *["out_stride", "x_stride"] * (size % 16 == 0)),
-            may_spill=dtype == "fp32",  # an Ampere GPU is a few registers short
-        )
+        for tile in dict.fromkeys(_tile(num_outputs, size, of_type, count) for count in (1, _MANY_ROWS)):
+            name = f"{dtype} {num_experts} x {num_outputs} x {size}, {tile.rows} rows"
+            yield Variant(
+                f"grouped_matmul {name}{' chosen' * has_rows}{' bias' * is_biased}",
+                _grouped_matmul_kernel,
+                pointers | dict.fromkeys(["row_tiles", "out_stride", "x_stride"], "i32"),
+                constants
+                | {"EXPERTS": num_experts, "PADDED_EXPERTS": next_power_of_2(num_experts)}
+                | {"OUTPUTS": num_outputs, "SIZE": size, "HAS_ROWS": has_rows}
+                | tile.constants,
+                num_warps=tile.num_warps,
+                max_registers=_ALL_REGISTERS,
+                divisible_by_16=(*pointers, *["out_stride", "x_stride"] * (size % 16 == 0)),
+                may_spill=dtype == "fp32",  # an Ampere GPU is a few registers short
+            )

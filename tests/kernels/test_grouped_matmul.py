@@ -76,3 +76,19 @@ def test_no_row_is_nothing_and_what_does_not_fit_is_refused() -> None:
         grouped_matmul(out, x, weights, starts.long())
     with pytest.raises(ValueError, match=r"rows must be contiguous \(4,\)"):
         grouped_matmul(out, x, weights, starts, torch.tensor([0], device=DEVICE))
+
+
+def test_many_rows_of_an_expert_have_the_bits_of_few() -> None:
+    """In larger tiles; numpy's sums, whose order is its own, are exact in the interpreter."""
+    x, weights = normal(300, 128, dtype=torch.float16), normal(2, 256, 128, dtype=torch.float16, seed=1)
+    if IS_INTERPRETED:
+        x, weights = (each.clamp(-2, 2).mul(4).round().div(4) for each in (x, weights))
+    out, few = (torch.empty(count, 256, dtype=torch.float16, device=DEVICE) for count in (300, 10))
+    grouped_matmul(out, x, weights, starts_of([130, 170]))
+    exact = torch.cat(
+        [part.double() @ weight.double().t() for part, weight in zip(x.split([130, 170]), weights, strict=True)]
+    )
+    torch.testing.assert_close(out.double(), exact, rtol=2e-3, atol=2e-3)
+    for first, counts in ((3, [10, 0]), (290, [0, 10])):
+        grouped_matmul(few, x[first : first + 10], weights, starts_of(counts))
+        assert torch.equal(few, out[first : first + 10])

@@ -7,8 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
-from kernels.gpu.operations import grouped_quantized_matmul
+from kernels.gpu.operations import grouped_matmul, grouped_quantized_matmul
 from kernels.gpu.quantized import grouped_product
+from kernels.gpu.quantized.expanded_weight import expanded_weight
 from kernels.gpu.quantized.packed_codes import PackedCodes, pack_codes, stacked
 from kernels.gpu.quantized.segments import block_m_of
 from kernels.oracles import reference
@@ -90,3 +91,31 @@ def test_no_row_is_nothing_and_what_does_not_fit_is_refused() -> None:
         grouped_quantized_matmul(out, x, packed, starts, bias=normal(2, 4))
     with pytest.raises(ValueError, match="starts must be int32, rows int64"):
         grouped_quantized_matmul(out, x, packed, starts.long())
+
+
+@pytest.mark.parametrize("name", ["AWQ", "Q4_K", "Q6_K", "fp8 blocks", "MXFP4"])
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+def test_experts_of_many_rows_are_expanded(name: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once or some; what is computed is the product with each expanded."""
+    monkeypatch.setattr(grouped_product, "EXPANDING_ROWS", 10)
+    monkeypatch.setattr(grouped_product, "MOST_EXPANDED_BYTES", at_once * 70 * 300 * 2 + 1)
+    packed, weights = experts(BY_NAME[name], 4, 70, 300)
+    counts, dtype = [3, 0, 36, 1], torch.float16
+    x, bias = normal(20, 300, dtype=dtype), normal(4, 70, dtype=dtype, seed=2)
+    rows, out = (torch.arange(40, device=DEVICE) * 7) % 20, poisoned(40, 70, dtype=dtype)
+    with mock.patch.object(grouped_product, "grouped_matmul", wraps=grouped_matmul) as multiply:
+        grouped_quantized_matmul(out, x, packed, starts_of(counts), rows, bias, may_expand=True)
+    assert multiply.call_count == -(-4 // at_once) and gaps_are_untouched(out)
+    for expert, part in enumerate(out.split(counts)):
+        of_expert = rows.split(counts)[expert]
+        one = pack_codes(weights[expert])
+        assert one is not None
+        expanded = expanded_weight(one, dtype)
+        exact = torch.addmm(bias[expert].double(), x[of_expert].double(), expanded.double().t())
+        of_sums = 302 * 2**-24 * (x[of_expert].double().abs() @ expanded.double().abs().t() + bias[expert].abs())
+        assert bool(((part.double() - exact).abs() <= of_sums + 2**-11 * exact.abs() + 2**-25).all())
+    fewer = torch.empty(39, 70, dtype=dtype, device=DEVICE)
+    with mock.patch.object(grouped_product, "grouped_matmul") as multiply:
+        grouped_quantized_matmul(fewer, x, packed, starts_of([3, 0, 35, 1]), rows[:39], bias, may_expand=True)
+        grouped_quantized_matmul(out, x, packed, starts_of(counts), rows, bias)
+    assert not multiply.called

@@ -142,7 +142,7 @@ def _store(
     if not part.whole.quantization:
         return None
     if part.whole.quantization == "fp8":
-        return Fp8Store(kernels_for(device))
+        return Fp8Store(kernels_for(device), may_expand=not part.whole.is_batch_invariant)
     return QuantizedStore.of_model(part, weight_files) if weight_files else QuantizedStore(part.whole)
 
 

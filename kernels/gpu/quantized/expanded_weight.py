@@ -2,6 +2,8 @@
 tile for each of them anew costs more than writing all of it once.
 
     out [N, K] = scale[n, g] * (number[n, k] - zero[n, g]) + offset[n, g],   rounded to float32, then to its type
+
+with one more dimension in front, of weights that have one: an expert each.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.launch import Launch, once_a_layout
-from kernels.gpu.quantized.packed_codes import TILE, WIDTH, PackedCodes
+from kernels.gpu.quantized.packed_codes import TILE, WIDTH, PackedCodes, chunk_of
 from kernels.gpu.quantized.unpacking import numbers_of
 from kernels.gpu.tiles import cdiv
 from kernels.gpu.variant import Variant
@@ -35,45 +37,51 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     NUMBERS: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    GROUPS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """A program has one chunk of some outputs; see `packed_codes` for how they lie."""
+    """A program has one chunk of some outputs of an expert; see `packed_codes` for how they lie."""
     fields: tl.constexpr = 4 if (NUMBERS == "int8" or NUMBERS == "e4m3") else 8
     # Exponents of the numbers as `numbers_of` leaves them.
     factor: tl.constexpr = 256.0 if NUMBERS == "e4m3" else 16384.0 if NUMBERS == "e2m1" else 1.0
     lines: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-    chunk = tl.program_id(0).to(tl.int64)
+    chunk, expert = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     word = tl.arange(0, WIDTH)
-    places = (chunk * lines + output[:, None]) * WIDTH + word[None, :]
+    in_chunks = (expert * CHUNKS + chunk) * lines + output
+    places = in_chunks[:, None] * WIDTH + word[None, :]
     packed = tl.load(words + places)
     upper = None
     if high is not None:
         upper = tl.load(high + places)
     for field in tl.static_range(fields):
         first = chunk * (fields * WIDTH) + field * WIDTH
-        of_group = (first // GROUP_SIZE if GROUP_SIZE else 0) * lines + output
+        group = expert * GROUPS + (first // GROUP_SIZE if GROUP_SIZE else 0)
+        of_group = group * lines + output
         nought = None
         if zero is not None:
             nought = tl.load(zero + of_group)
         values = numbers_of(packed, upper, nought, field, NUMBERS, tl.float32)
         by = tl.load(scale + of_group).to(tl.float32) * factor
         if scale_factor is not None:
-            by *= tl.load(scale_factor + chunk * lines + output)
+            by *= tl.load(scale_factor + in_chunks)
         values = values * by[:, None]
         if offset is not None:
             more = tl.load(offset + of_group).to(tl.float32)
             if offset_factor is not None:
-                more *= tl.load(offset_factor + chunk * lines + output)
+                more *= tl.load(offset_factor + in_chunks)
             values += more[:, None]
         column = first + word
         inside = (output < OUTPUTS)[:, None] & (column < SIZE)[None, :]
-        tl.store(out + output.to(tl.int64)[:, None] * SIZE + column[None, :], values.to(out.dtype.element_ty), inside)
+        tl.store(
+            out + (expert * OUTPUTS + output)[:, None] * SIZE + column[None, :], values.to(out.dtype.element_ty), inside
+        )
 
 
 def expanded_weight(weight: PackedCodes, dtype: torch.dtype) -> torch.Tensor:
-    """[N, K]; see the top of this file."""
-    out = torch.empty(weight.out_features, weight.in_features, dtype=dtype, device=weight.device)
+    """See the top of this file."""
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     scales = weight.scale, weight.scale_factor
     of_weight = weight.words, weight.high, *scales, weight.zero, weight.offset, weight.offset_factor
     _bound((out, *of_weight), weight.numbers, weight.group)(out, *of_weight)
@@ -93,14 +101,17 @@ def _bound(
     numbers: Numbers,
     group: int,
 ) -> Launch:
-    num_outputs, size = out.shape
-    constants = _constants(num_outputs, size, numbers, group)
-    return Launch(_expand_kernel, (len(words), cdiv(num_outputs, TILE)), (), **constants)
+    num_outputs, size = out.shape[-2:]
+    grid = words.shape[-3], cdiv(num_outputs, TILE), 1 if out.dim() == 2 else len(out)
+    constants = _constants(num_outputs, size, numbers, group, words.shape[-3], scale.shape[-2])
+    return Launch(_expand_kernel, grid, (), **constants)
 
 
-def _constants(num_outputs: int, size: int, numbers: Numbers, group: int) -> dict[str, object]:
+def _constants(
+    num_outputs: int, size: int, numbers: Numbers, group: int, num_chunks: int, num_groups: int
+) -> dict[str, object]:
     sizes = {"OUTPUTS": num_outputs, "SIZE": size, "WIDTH": WIDTH, "GROUP_SIZE": group, "BLOCK_N": TILE}
-    return {**sizes, "NUMBERS": numbers.value}
+    return {**sizes, "NUMBERS": numbers.value, "CHUNKS": num_chunks, "GROUPS": num_groups}
 
 
 def variants() -> Iterator[Variant]:
@@ -125,12 +136,14 @@ def variants() -> Iterator[Variant]:
             pointers = {"out": "*bf16", "words": "*i32", "scale": f"*{scale}"}
             pointers |= {name: kind for name, kind in optional.items() if kind}
             absent = dict.fromkeys([name for name, kind in optional.items() if not kind])
+            num_chunks = cdiv(size, chunk_of(numbers))
+            num_groups = num_chunks * chunk_of(numbers) // group if group else 1
             yield Variant(
                 f"expanded_weight {numbers.value} by {group or 'output'}{f', {extra}' if extra else ''}: "
                 f"{num_outputs} x {size}",
                 _expand_kernel,
                 pointers,
-                absent | _constants(num_outputs, size, numbers, group),
+                absent | _constants(num_outputs, size, numbers, group, num_chunks, num_groups),
                 divisible_by_16=tuple(pointers),
                 may_spill=False,
             )

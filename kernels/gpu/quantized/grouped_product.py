@@ -16,8 +16,10 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous, check_rows
+from kernels.gpu.grouped_matmul import grouped_matmul
 from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.products import tile_of_program
+from kernels.gpu.quantized.expanded_weight import expanded_weight
 from kernels.gpu.quantized.group_sums import group_sums
 from kernels.gpu.quantized.packed_codes import TILE, WIDTH, PackedCodes, chunk_of
 from kernels.gpu.quantized.packed_product import most_registers, stages_of
@@ -26,6 +28,10 @@ from kernels.gpu.quantized.unpacking import packed_sum
 from kernels.gpu.tiles import cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
 from kernels.quantized_weight import Numbers
+
+# Rows of an expert from which on all experts' weights are written out in their type.
+EXPANDING_ROWS = 96
+MOST_EXPANDED_BYTES = 1 << 30  # at a time
 
 
 @triton.jit(do_not_specialize=["row_tiles"])  # type: ignore[untyped-decorator]  # Triton has no types
@@ -116,10 +122,14 @@ def grouped_quantized_matmul(
     bias: torch.Tensor | None = None,
     *,
     of_experts: int | None = None,
+    may_expand: bool = False,
 ) -> None:
     """See `reference.grouped_matmul`; weights of `packed_codes.stacked`. `of_experts`: among how many tokens have
-    chosen, where others are elsewhere; rows that went there are at the end of `out`. Raises ValueError for tensors that
-    do not fit."""
+    chosen, where others are elsewhere; rows that went there are at the end of `out`. `may_expand`: see
+    `quantized_product`. Raises ValueError for tensors that do not fit."""
+    if may_expand and len(out) >= EXPANDING_ROWS * (of_experts or weights.shape[0]):
+        _multiply_expanded(out, x, weights, starts, rows, bias)
+        return
     scales = weights.scale, weights.scale_factor
     of_weights = weights.words, weights.high, *scales, weights.zero, weights.offset, weights.offset_factor
     shape = weights.out_features, weights.in_features
@@ -128,6 +138,24 @@ def grouped_quantized_matmul(
         return
     sums = None if weights.offset is None else group_sums(x, weights.group, weights.offset.shape[-2], MOST_ROWS)
     launch(out, x, *of_weights, sums, starts, rows, bias)
+
+
+def _multiply_expanded(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weights: PackedCodes,
+    starts: torch.Tensor,
+    rows: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> None:
+    """Some experts at a time, so that their weights in the type of rows take no more than MOST_EXPANDED_BYTES."""
+    num_experts, num_outputs, size = weights.shape
+    at_once = max(MOST_EXPANDED_BYTES // (num_outputs * size * x.itemsize), 1)
+    for first in range(0, num_experts, at_once):
+        some = slice(first, min(first + at_once, num_experts))
+        expanded = expanded_weight(weights.of_experts(some), x.dtype)
+        of_some = starts[some.start : some.stop + 1]
+        grouped_matmul(out, x, expanded, of_some, rows, None if bias is None else bias[some])
 
 
 @once_a_layout

@@ -77,6 +77,12 @@ class PackedCodes:
         """Of all tensors."""
         return self.words.device
 
+    def of_experts(self, some: slice) -> PackedCodes:
+        """Of weights with an expert each, some of them."""
+        given: dict[str, Any] = {name: getattr(self, name) for name in _TENSORS}
+        tensors: dict[str, Any] = {name: None if x is None else x[some] for name, x in given.items()}
+        return replace(self, **tensors)
+
     @property
     def nbytes(self) -> int:
         """Of all tensors."""

@@ -110,7 +110,10 @@ def take_grouped_experts(
     inner, outer = (_few_bits(weights, prefixes, product, kernels) for product in (into, out_of))
     multiply = kernels.grouped_matmul
     if inner is not None and outer is not None:
-        multiply = partial(kernels.grouped_quantized_matmul, of_experts=style.experts.num_experts)
+        may_expand = not weights.is_batch_invariant
+        multiply = partial(
+            kernels.grouped_quantized_matmul, of_experts=style.experts.num_experts, may_expand=may_expand
+        )
     else:
         inner, outer = (_plain(weights, prefixes, product) for product in (into, out_of))
     biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)

@@ -6,6 +6,7 @@ are, and so do weights that the checkpoint has in few bits.
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -16,10 +17,10 @@ from worker_svc.models.quantized.quantized_linear import QuantizedLinear, quanti
 
 
 class Fp8Store:
-    """Products of a device whose kernels these are."""
+    """Products of a device whose kernels these are; `may_expand`: see `kernels.gpu.operations.quantized_product`."""
 
-    def __init__(self, kernels: ModuleType) -> None:
-        self._quantized_product = kernels.quantized_product
+    def __init__(self, kernels: ModuleType, *, may_expand: bool = False) -> None:
+        self._quantized_product = partial(kernels.quantized_product, may_expand=may_expand)
 
     def find(self, name: str, out_features: int, in_features: int) -> None:
         """Nothing was kept."""
