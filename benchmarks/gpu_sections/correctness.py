@@ -16,13 +16,17 @@ from benchmarks.gpu_sections.figure import Figure, Report
 
 SECTION = "correctness"
 _ROOT = Path(__file__).parents[2]
-_PROCESSES = 8  # each compiles kernels, which takes longer than running them
+_PROCESSES = 12  # each compiles kernels, which takes longer than running them
 _NAMED_FAILURES = 20
 _LIMIT_S = 90.0  # less than the section has, so that what was found by then is reported
 # Of a worker's tests those that use the GPU.
 OF_A_WORKER = (
     "tests/worker/test_gpu_path.py",
+    "tests/worker/test_gpu_families.py",
+    "tests/worker/test_gpu_quantised.py",
     "tests/worker/test_gpu_streams.py",
+    "tests/worker/test_gpt_oss.py::test_replayed_steps_draw_the_tokens_of_transformers",
+    "tests/worker/test_latent_models.py::test_greedy_tokens_on_the_kernels_of_a_gpu",
     "tests/worker/test_mixed_graphs.py::test_a_replayed_step_gives_the_bits_of_the_step_itself",
 )
 # Of the kernels' those that do not, and take time: they compile the CPU's library. Besides, those named after the CPU.
