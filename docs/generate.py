@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import autoscaling_page, figures_page, gpu_host_page, pool_figures_page, scaling
+from benchmarks import autoscaling_page, figures_page, gpu_host_page, gpu_page, pool_figures_page, scaling
 from docs import idea_pictures
 from gateway_svc.config import GatewayConfig
 from octavo.arguments import vllm_arguments
@@ -42,6 +42,7 @@ def blocks() -> dict[str, str]:
         **figures_page.blocks(),
         **pool_figures_page.blocks(),
         **gpu_host_page.blocks(),
+        **gpu_page.blocks(),
         **autoscaling_page.blocks(),
         "rooms": "\n\n".join(_rooms(package) for package in ROOMS),
         "serve-options": _options(ServeConfig),

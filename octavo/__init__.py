@@ -65,12 +65,9 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import PackageNotFoundError, version
+        from octavo.shared.version import installed_version
 
-        try:
-            return version("octavo")
-        except PackageNotFoundError:  # run from a folder of sources, without an installation
-            return "0+source"
+        return installed_version()
     if name not in _HOMES:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
     from importlib import import_module

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import octavo
+from octavo.shared.version import installed_version
 from protos import SCHEMA_REVISION
 from scheduler_svc.flight.errors import BadRecord
 from scheduler_svc.flight.hidden import Hidden
@@ -33,7 +33,7 @@ def header_of(settings: Any) -> Line:
     values["tenant_weights"] = {hidden.name(name): weight for name, weight in settings.tenant_weights.items()}
     values["adapters"] = {hidden.name(name): hidden.name(path) for name, path in settings.adapters.items()}
     return {
-        "version": octavo.__version__,
+        "version": installed_version(),
         "schema_revision": SCHEMA_REVISION,
         "process": os.getpid(),
         "settings": values,

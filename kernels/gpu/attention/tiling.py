@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import triton
 
-# Of 128 rows and tiles of 64 keys and values, two of them in use or on their way, with heads of 256.
-_LARGE_SHARED_BYTES = 194 * 1024
+# Of 128 rows and three tiles of 64 keys and values with heads of 128; and of 64 rows and tiles of 32 with heads of 256.
+_LARGE_SHARED_BYTES = 132 * 1024
 ALL_REGISTERS = 255  # of a thread: left alone, the assembler spills a few for more threads than shared memory lets run
 
 
@@ -49,11 +49,9 @@ def tiling(head_size: int, element_size: int, group: int, capability: int, max_s
     # Triton 3.6, 3.7 and 3.9 differ in how many registers they use: with these tiles none spills in its loop.
     from_registers = not 90 <= capability < 120
     is_large = not from_registers and max_shared_bytes >= _LARGE_SHARED_BYTES
-    if head_tile > 128 and is_large and capability < 100:
-        # Measured on an H200: 1.5 times as fast as tiles of half as many rows and keys.
-        return Tiling(64, 128, 8, decode_rows, decode_rows // 16, 2, 1, 1)
     if head_tile > 128:
-        # Both kernels' tiles have one shape, and so one order of sums.
+        # Both kernels' tiles have one shape, and so one order of sums. (On an H200 twice as many rows and keys were
+        # 1.5 times as fast in prompts, and took 1.7 times as long in decode steps.)
         return Tiling(32 if is_large else 16, 64, 8, decode_rows, decode_rows // 8, 3, 1, 1)
     key_tile = 64 if is_large or head_tile <= 64 else 32
     joins = capability < 100 or (from_registers and head_tile <= 64)

@@ -11,7 +11,7 @@ from kernels.quantized_weight import QuantizedWeight
 
 # Rows from which on a whole weight is written out and multiplied in their type sooner than it is unpacked for each tile
 # of 64 rows: measured, see `benchmarks.gpu`.
-EXPANDING_ROWS = 192
+EXPANDING_ROWS = 96
 
 
 class PackedLinear:

@@ -21,9 +21,9 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
-import octavo
 from octavo.shared.tracing.context import TraceContext
 from octavo.shared.tracing.span import Kind, Span
+from octavo.shared.version import installed_version
 
 _KINDS = {Kind.INTERNAL: SpanKind.INTERNAL, Kind.SERVER: SpanKind.SERVER, Kind.CONSUMER: SpanKind.CONSUMER}
 _LOOKS = 5
@@ -41,11 +41,11 @@ class OtlpExporter:
         self._exporter = OTLPSpanExporter(endpoint=endpoint, insecure=endpoint.startswith("http://"))
         own: dict[str, Any] = {
             "service.name": service,
-            "service.version": octavo.__version__,
+            "service.version": installed_version(),
             "service.instance.id": f"{socket.gethostname()}:{os.getpid()}",
         }
         self._resource = Resource.create(own | dict(OTELResourceDetector().detect().attributes))
-        self._scope = InstrumentationScope("octavo", octavo.__version__)
+        self._scope = InstrumentationScope("octavo", installed_version())
 
     def export(self, spans: Sequence[Span]) -> str:
         """See `Exporter`; repeats for as long as OTEL_EXPORTER_OTLP_TIMEOUT says, 10 s by default."""
