@@ -8,10 +8,10 @@
     between f32[segments, T, rank]    a[e] x[t], in as many parts as x is cut into; their sum is what is meant
     out [T, m]            rows at any stride: a part of a fused product's rows, for example
 
-`lora_shrink` writes `between`, `lora_expand` reads it. A program has a tile of rows and passes over it once for each
-adapter that occurs there, lowest first: rows may come in any order, and cost least where neighbours share an adapter.
-Segments and tiles follow from the sizes of `a` and `b` alone, and a row is multiplied in one pass: its result depends
-on nothing beside it. `between` is rounded to the type of `b` before it is expanded.
+`lora_shrink` writes `between`, `lora_expand` reads it. A program has a tile of rows and one of the adapters that occur
+there, counted from the lowest; one past the last has nothing to do. Rows may come in any order, and cost least where
+neighbours share an adapter. Segments and tiles follow from the sizes of `a` and `b` alone, and a row is multiplied by
+one program: its result depends on nothing beside it. `between` is rounded to the type of `b` before it is expanded.
 """
 
 from __future__ import annotations
@@ -42,9 +42,14 @@ def num_segments(size: int) -> int:
 
 
 @triton.jit
-def _row_adapters(adapters, row, count):  # type: ignore[no-untyped-def]
+def _adapter_of_program(adapters, row, count, number):  # type: ignore[no-untyped-def]
+    """(adapters of rows, the one that this program has): of those that occur the one with this number."""
     adapter = tl.load(adapters + row, row < count, -1)
-    return tl.where(adapter < 0, _NO_ADAPTER, adapter)
+    adapter = tl.where(adapter < 0, _NO_ADAPTER, adapter)
+    own = tl.min(adapter, 0)
+    for _ in range(number):
+        own = tl.min(tl.where(adapter > own, adapter, _NO_ADAPTER), 0)
+    return adapter, own
 
 
 @triton.jit(do_not_specialize=["count"])  # the same code for every number of rows
@@ -62,19 +67,17 @@ def _lora_shrink_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
+    rank_tiles: tl.constexpr = (RANK + BLOCK_R - 1) // BLOCK_R
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     segment = tl.program_id(1)
-    rank = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
-    adapter = _row_adapters(adapters, row, count)
-    line = x + tl.minimum(row, count - 1).to(tl.int64)[:, None] * x_stride
-    place = between + (segment.to(tl.int64) * count + row)[:, None] * RANK + rank[None, :]
-    lowest = tl.min(adapter, 0)
-    while lowest < _NO_ADAPTER:
-        own = lowest.to(tl.int64) * RANK + tl.minimum(rank, RANK - 1)
-        total = segment_sum(line, a + own[None, :] * SIZE, segment, SIZE, ROWS, BLOCK_R, BLOCK_K, SEGMENT)
-        tl.store(place, total, (adapter == lowest)[:, None] & (rank < RANK)[None, :])
-        adapter = tl.where(adapter == lowest, _NO_ADAPTER, adapter)
-        lowest = tl.min(adapter, 0)
+    rank = tl.program_id(2) % rank_tiles * BLOCK_R + tl.arange(0, BLOCK_R)
+    adapter, own = _adapter_of_program(adapters, row, count, tl.program_id(2) // rank_tiles)
+    if own < _NO_ADAPTER:
+        line = x + tl.minimum(row, count - 1).to(tl.int64)[:, None] * x_stride
+        lines = own.to(tl.int64) * RANK + tl.minimum(rank, RANK - 1)
+        total = segment_sum(line, a + lines[None, :] * SIZE, segment, SIZE, ROWS, BLOCK_R, BLOCK_K, SEGMENT)
+        place = between + (segment.to(tl.int64) * count + row)[:, None] * RANK + rank[None, :]
+        tl.store(place, total, (adapter == own)[:, None] & (rank < RANK)[None, :])
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -95,13 +98,11 @@ def _lora_expand_kernel(  # type: ignore[no-untyped-def]
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    adapter = _row_adapters(adapters, row, count)
-    line = between + row.to(tl.int64)[:, None] * RANK
-    place = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
-    lowest = tl.min(adapter, 0)
-    while lowest < _NO_ADAPTER:
-        is_own = (adapter == lowest)[:, None]
-        own = b + (lowest.to(tl.int64) * OUTPUTS + tl.minimum(column, OUTPUTS - 1))[None, :] * RANK
+    adapter, own = _adapter_of_program(adapters, row, count, tl.program_id(2))
+    if own < _NO_ADAPTER:
+        is_own = (adapter == own)[:, None]
+        line = between + row.to(tl.int64)[:, None] * RANK
+        lines = b + (own.to(tl.int64) * OUTPUTS + tl.minimum(column, OUTPUTS - 1))[None, :] * RANK
         total = tl.zeros((ROWS, BLOCK_N), tl.float32)
         for first in range(0, RANK, BLOCK_R):
             rank = first + tl.arange(0, BLOCK_R)
@@ -109,13 +110,12 @@ def _lora_expand_kernel(  # type: ignore[no-untyped-def]
             for segment in range(SEGMENTS):
                 part = line + segment * count.to(tl.int64) * RANK + rank[None, :]
                 h += tl.load(part, is_own & (rank < RANK)[None, :], 0.0)
-            weight = tl.load(own + rank[:, None], (rank < RANK)[:, None], 0.0)
+            weight = tl.load(lines + rank[:, None], (rank < RANK)[:, None], 0.0)
             total = tl.dot(h.to(weight.dtype), weight, total, input_precision="ieee")
         mask = is_own & (column < OUTPUTS)[None, :]
-        y = tl.load(place, mask, 0.0).to(tl.float32) + tl.load(scales + lowest) * total
+        place = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
+        y = tl.load(place, mask, 0.0).to(tl.float32) + tl.load(scales + own) * total
         tl.store(place, y.to(out.dtype.element_ty), mask)
-        adapter = tl.where(adapter == lowest, _NO_ADAPTER, adapter)
-        lowest = tl.min(adapter, 0)
 
 
 def lora_shrink(between: torch.Tensor, x: torch.Tensor, a: torch.Tensor, adapters: torch.Tensor) -> None:
@@ -139,7 +139,7 @@ def _bound_shrink(between: torch.Tensor, x: torch.Tensor, a: torch.Tensor, adapt
     block_r = _block_r(rank)
     return Launch(
         _lora_shrink_kernel,
-        (cdiv(count, _ROWS), num_segments(size), cdiv(rank, block_r)),
+        (cdiv(count, _ROWS), num_segments(size), min(num_adapters, _ROWS) * cdiv(rank, block_r)),
         (count, x.stride(0)),
         RANK=rank,
         SIZE=size,
@@ -175,7 +175,7 @@ def _bound_expand(
         raise ValueError(f"lora_expand: between and scales must be float32, not {between.dtype} and {scales.dtype}")
     return Launch(
         _lora_expand_kernel,
-        (cdiv(count, _ROWS), cdiv(num_outputs, _OUTPUTS)),
+        (cdiv(count, _ROWS), cdiv(num_outputs, _OUTPUTS), min(num_adapters, _ROWS)),
         (count, out.stride(0)),
         RANK=rank,
         OUTPUTS=num_outputs,
