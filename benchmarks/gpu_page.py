@@ -37,7 +37,7 @@ def _tests(results: dict[str, Any]) -> str:
     counts = next(figure["detail"] for figure in results["figures"] if figure["name"] == "tests passed")
     text = f"{counts['passed']} tests passed, {counts['failed']} failed, {counts['skipped']} were skipped"
     if not counts["is_complete"]:
-        text += f"; {len(counts['unfinished'])} had begun when their time was over"
+        text += f"; {len(counts['unfinished'])} had begun, and others had not, when their time was over"
     return text + "."
 
 

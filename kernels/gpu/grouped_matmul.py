@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.gpu.architectures import TENSOR_MEMORY, capability_of
 from kernels.gpu.checks import check_alike, check_contiguous, check_rows
 from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.products import segment_sum, tile_of_program
@@ -85,10 +86,13 @@ def grouped_matmul(
     starts: torch.Tensor,
     rows: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    *,
+    of_experts: int | None = None,
 ) -> None:
-    """See `reference.grouped_matmul`; one type and device. Raises ValueError for tensors that do not fit."""
+    """See `reference.grouped_matmul`; one type and device. `of_experts`: among how many tokens have chosen, where
+    others are elsewhere. Raises ValueError for tensors that do not fit."""
     tensors = out, x, weights, starts, rows, bias
-    _bound(tensors)(*tensors)
+    _bound(tensors, of_experts)(*tensors)
 
 
 @once_a_layout
@@ -99,6 +103,7 @@ def _bound(
     starts: torch.Tensor,
     rows: torch.Tensor | None,
     bias: torch.Tensor | None,
+    of_experts: int | None,
 ) -> Launch:
     num_experts, num_outputs, size = weights.shape
     num_rows = out.shape[0]
@@ -117,7 +122,8 @@ def _bound(
         raise ValueError(f"grouped_matmul: out must be [R, {num_outputs}] for R rows, not {tuple(out.shape)}")
     if starts.dtype != torch.int32 or (rows is not None and rows.dtype != torch.int64):
         raise ValueError("grouped_matmul: starts must be int32, rows int64")
-    tile = _tile(num_outputs, size, weights.dtype, num_rows // num_experts)
+    rows_of_expert = num_rows // (of_experts or num_experts) if capability_of(x.device) not in TENSOR_MEMORY else 0
+    tile = _tile(num_outputs, size, weights.dtype, rows_of_expert)
     row_tiles = num_rows // tile.rows + min(num_experts, num_rows)
     return Launch(
         _grouped_matmul_kernel,

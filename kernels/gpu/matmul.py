@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.gpu.architectures import TENSOR_MEMORY, capability_of
 from kernels.gpu.checks import check_alike, check_contiguous, check_rows
 from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.products import add_product, tile_of_program
@@ -60,8 +60,8 @@ class Tiling:
         return 5 if self.block_m == _FEW_ROWS and self.block_n < _WIDE else 4
 
     def for_few_rows(self) -> Tiling:
-        """With half as many rows, by half as many warps. A row's sum is the same: four warps of a Hopper multiply 64
-        rows at once, and other cards' 16."""
+        """With half as many rows, by half as many warps. A row's sum is the same, but for cards with tensor memory:
+        four warps of a Hopper multiply 64 rows at once, a warp of others 16."""
         return replace(self, block_m=_FEW_ROWS, num_warps=4)
 
 
@@ -211,7 +211,7 @@ def _bound(
     if bias is not None:
         check_contiguous("matmul", "bias", bias, (num_outputs,), x)
     cut = tiling(num_outputs, size, weight.dtype)
-    if count <= _FEW_ROWS:
+    if count <= _FEW_ROWS and capability_of(x.device) not in TENSOR_MEMORY:
         cut = cut.for_few_rows()
     num_tiles = cdiv(count, cut.block_m) * cdiv(num_outputs, cut.block_n)
     is_split = cut.num_segments > 1 and num_tiles < _WANTED_PROGRAMS  # the one thing that rows decide
@@ -244,17 +244,9 @@ def _described(x: torch.Tensor, rows: int, elements: int) -> TensorDescriptor:
 
 def _can_be_described(*tensors: torch.Tensor) -> bool:
     """Whether the card has descriptors and its matrix units read what they copy, and rows begin where they must."""
-    return _reads_descriptors(tensors[0].device) and all(
+    return capability_of(tensors[0].device) in _DESCRIBES and all(
         x.dtype != torch.float32 and x.data_ptr() % 16 == 0 and x.stride(0) * x.itemsize % 16 == 0 for x in tensors
     )
-
-
-@cache
-def _reads_descriptors(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return True  # the interpreter's
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor in _DESCRIBES
 
 
 def add_segments(out: torch.Tensor, sums: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels.gpu.operations import grouped_matmul, grouped_quantized_matmul
+from kernels.gpu.quantized import expanded_weight as module_of_expanded
 from kernels.gpu.quantized import grouped_product
 from kernels.gpu.quantized.expanded_weight import expanded_weight
 from kernels.gpu.quantized.packed_codes import PackedCodes, pack_codes, stacked
@@ -97,8 +98,8 @@ def test_no_row_is_nothing_and_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("at_once", [1, 2, 4])
 def test_experts_of_many_rows_are_expanded(name: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All at once or some; what is computed is the product with each expanded."""
-    monkeypatch.setattr(grouped_product, "EXPANDING_ROWS", 10)
-    monkeypatch.setattr(grouped_product, "MOST_EXPANDED_BYTES", at_once * 70 * 300 * 2 + 1)
+    monkeypatch.setattr(grouped_product, "expanding_rows", lambda device: 5)
+    monkeypatch.setattr(module_of_expanded, "MOST_BYTES", at_once * 70 * 300 * 2 + 1)
     packed, weights = experts(BY_NAME[name], 4, 70, 300)
     counts, dtype = [3, 0, 36, 1], torch.float16
     x, bias = normal(20, 300, dtype=dtype), normal(4, 70, dtype=dtype, seed=2)

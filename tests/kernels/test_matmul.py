@@ -62,6 +62,21 @@ def test_a_row_is_the_same_in_any_company(dtype: torch.dtype, monkeypatch: pytes
     assert launches == [False] + [True] * len(parts)
 
 
+@DTYPES
+def test_few_rows_have_the_bits_of_many(dtype: torch.dtype) -> None:
+    """In tiles of fewer rows by fewer warps; in the interpreter numbers are such that all sums are exact."""
+    x, weight = normal(200, 1090, dtype=dtype), normal(300, 1090, dtype=dtype, seed=1)
+    if IS_INTERPRETED:
+        x, weight = (each.clamp(-2, 2).mul(4).round().div(4) for each in (x, weight))
+    assert tiling(300, 1090, dtype) != tiling(300, 1090, dtype).for_few_rows() or dtype == torch.float32
+    many = torch.empty(200, 300, dtype=dtype, device=DEVICE)
+    matmul(many, x, weight)
+    for rows in (slice(0, 1), slice(70, 78), slice(100, 164)):
+        few = torch.empty_like(many[rows])
+        matmul(few, x[rows], weight)
+        assert torch.equal(few, many[rows])
+
+
 def test_tiles_read_by_descriptor_and_by_address_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where rows begin at multiples of 16 bytes; elements past the last whole tile, and a segment's border."""
     described: list[bool] = []
@@ -81,7 +96,7 @@ def test_tiles_read_by_descriptor_and_by_address_give_the_same_bits(monkeypatch:
     matmul(outs[1], x, weight, may_describe=False)
     matmul(outs[2], wider, weight)
     matmul(outs[3], x[:, 1:], weight[:, 1:].contiguous())
-    assert described == ([True, False, False, False] if module._reads_descriptors(x.device) else [False] * 4)
+    assert described == ([True, False, False, False] if module._can_be_described(x, weight) else [False] * 4)
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
     exact = x.double() @ weight.double().T
     torch.testing.assert_close(outs[0].double(), exact, rtol=1e-3, atol=1e-3)

@@ -10,6 +10,7 @@ import torch
 
 from kernels.bench import operations
 from kernels.gpu.operations import quantized_product
+from kernels.gpu.quantized import expanded_weight as module_of_expanded
 from kernels.gpu.quantized import packed_linear, segments
 from kernels.gpu.quantized import packed_product as module
 from kernels.gpu.quantized.expanded_weight import expanded_weight
@@ -97,7 +98,7 @@ def test_a_row_is_the_same_in_any_company(form: Format, monkeypatch: pytest.Monk
 @by_format
 def test_a_weight_is_expanded_for_many_rows(form: Format, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounded to the rows' type and nothing else; sizes that no tile divides."""
-    monkeypatch.setattr(packed_linear, "EXPANDING_ROWS", 20)
+    monkeypatch.setattr(packed_linear, "expanding_rows", lambda device: 20)
     weight, bias = form.weight(70, 300), normal(70, dtype=dtype, seed=2)
     packed = pack_codes(weight)
     assert packed is not None
@@ -107,12 +108,12 @@ def test_a_weight_is_expanded_for_many_rows(form: Format, dtype: torch.dtype, mo
         parts = parts + 2 * weight.offset.double().abs().repeat_interleave(weight.group, dim=1)[:, :300]
     assert bool(((expanded.double() - exact).abs() <= 3 * 2**-24 * parts + ROUNDING[dtype] * exact.abs() + LEAST).all())
 
-    product = quantized_product(weight, bias, may_expand=True)
-    x, outs = normal(20, 300, dtype=dtype), [poisoned(20, 70, dtype=dtype) for _ in range(2)]
-    assert product is not None
-    product.multiply(outs[0], x)
-    monkeypatch.setattr(packed_linear, "EXPANDING_ROWS", 21)
-    product.multiply(outs[1], x)
+    products = [quantized_product(weight, bias, may_expand=may_expand) for may_expand in (True, False)]
+    x, outs = normal(20, 300, dtype=dtype), [poisoned(20, 70, dtype=dtype) for _ in products]
+    monkeypatch.setattr(module_of_expanded, "MOST_BYTES", 64 * 300 * dtype.itemsize)  # 64 outputs, and then 6
+    for product, out in zip(products, outs, strict=True):
+        assert product is not None
+        product.multiply(out, x)
     rows = x if weight.order is None else x[:, weight.order]
     wide = torch.addmm(bias.double(), rows.double(), expanded.double().t())
     of_sums = 302 * 2**-24 * (rows.double().abs() @ expanded.double().abs().t() + bias.double().abs())

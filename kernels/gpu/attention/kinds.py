@@ -76,7 +76,9 @@ def variants_of_all() -> Iterator[Variant]:
         for cut, of_cut in capabilities.items():
             yield from _variants(kind, cut, of_cut)
         yield _join_variant(kind, kind.group, padded(kind.head_size))
-    yield _join_variant(_KINDS[0], 1, FEWEST_DIMS)
+    for kind in _KINDS:
+        if kind.has_window or kind.has_sinks or kind.cache or kind is _KINDS[0]:
+            yield _join_variant(kind, 1, FEWEST_DIMS)
     for kind in (_KINDS[0], _KINDS[-1]):
         yield _plan_variant(kind)
 

@@ -46,6 +46,8 @@ _KINDS = (
     LatentKind(128),  # DeepSeek-V3 where one GPU has all heads
     LatentKind(16),  # on eight GPUs, and DeepSeek-V2-Lite
     LatentKind(16, is_batch_invariant=True),
+    LatentKind(32),  # on four
+    LatentKind(32, is_batch_invariant=True),
     LatentKind(16, "fp32"),
 )
 _SUMS = ("sums", "maxima", "totals")
@@ -55,19 +57,35 @@ _DOT_TYPES = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
 def variants_of_all() -> Iterator[Variant]:
     """Those of every kind of model, and of every cut of them."""
     for kind in _KINDS:
-        capabilities: dict[LatentTiling, list[int]] = {}
+        whole: dict[LatentCut, list[int]] = {}
+        pieces: dict[tuple[LatentCut, int], list[int]] = {}
         for capability in MAX_SHARED_BYTES:
-            capabilities.setdefault(kind.tiling(capability), []).append(capability)
-        for cut, of_cut in capabilities.items():
-            yield from _variants(kind, cut, of_cut)
+            cut = kind.tiling(capability)
+            whole.setdefault(cut.whole, []).append(capability)
+            pieces.setdefault((cut.pieces, cut.piece_programs), []).append(capability)
+        out = {"out": f"*{kind.dtype}", **{f"kept_{name}": "*fp32" for name in _SUMS}, "out_stride": "i32"}
+        for of_kernel, capabilities in whole.items():
+            yield _variant(kind, "whole", whole_kernel, out, of_kernel, {}, capabilities)
+        sums = dict.fromkeys(_SUMS, "*fp32")
+        for (of_kernel, programs), capabilities in pieces.items():
+            yield _variant(kind, "pieces", pieces_kernel, sums, of_kernel, {"PROGRAMS": programs}, capabilities)
     yield _join_variant(_KINDS[0], _KINDS[0].tiling(90).joined_heads, padded(_KINDS[0].latent_size))
     yield _join_variant(_KINDS[0], 1, FEWEST_DIMS)
 
 
-def _variants(kind: LatentKind, cut: LatentTiling, capabilities: list[int]) -> Iterator[Variant]:
-    read = {"plan": "*i32", "query": f"*{kind.dtype}", "cache": f"*{kind.dtype}", "block_tables": "*i32"}
-    read |= {"seq_lens": "*i32", "query_starts": "*i32", "num_sequences": "i32", "scale": "fp32"}
-    read |= dict.fromkeys(("query_stride", "block_stride", "table_stride"), "i32")
+def _variant(
+    kind: LatentKind,
+    name: str,
+    kernel: Any,
+    own: dict[str, str],
+    cut: LatentCut,
+    shape: dict[str, int],
+    capabilities: list[int],
+) -> Variant:
+    """`own` arguments of the kernel, and constants of its `shape`."""
+    signature = {**own, "plan": "*i32", "query": f"*{kind.dtype}", "cache": f"*{kind.dtype}", "block_tables": "*i32"}
+    signature |= {"seq_lens": "*i32", "query_starts": "*i32", "num_sequences": "i32", "scale": "fp32"}
+    signature |= dict.fromkeys(("query_stride", "block_stride", "table_stride"), "i32")
     constants = {
         "HEADS": kind.num_heads,
         "BLOCK_SIZE": kind.block_size,
@@ -77,29 +95,20 @@ def _variants(kind: LatentKind, cut: LatentTiling, capabilities: list[int]) -> I
         "TURNED_TILE": padded(kind.rotary_size),
         "DOT_TYPE": _DOT_TYPES[kind.dtype],
     }
-    of_whole = {"out": f"*{kind.dtype}", **{f"kept_{name}": "*fp32" for name in _SUMS}, "out_stride": "i32"}
-    of_pieces, programs = dict.fromkeys(_SUMS, "*fp32"), {"PROGRAMS": cut.piece_programs}
-    for name, kernel, own, of_kernel, shape in (
-        ("whole", whole_kernel, of_whole, cut.whole, {}),
-        ("pieces", pieces_kernel, of_pieces, cut.pieces, programs),
-    ):
-        signature: dict[str, str] = {**own, **read}
-        yield Variant(
-            f"latent_attention {name} {kind} {_said(cut, of_kernel)}",
-            kernel,
-            signature,
-            constants | shape | {"ROWS": of_kernel.rows, "KEY_TILE": of_kernel.key_tile, "JOINS": of_kernel.joins},
-            num_warps=of_kernel.num_warps,
-            num_stages=of_kernel.stages,
-            max_registers=ALL_REGISTERS,
-            divisible_by_16=_aligned(signature),
-            may_spill=kind.dtype == "fp32",  # without matrix units Ampere and Blackwell are a register or two short
-            capabilities=capabilities,
-        )
-
-
-def _said(cut: LatentTiling, of_kernel: LatentCut) -> str:
-    return f"tile {of_kernel.rows}x{of_kernel.key_tile} programs {cut.piece_programs}" + " joined" * of_kernel.joins
+    said = f"tile {cut.rows}x{cut.key_tile}{' joined' * cut.joins}"
+    said += f" programs {shape['PROGRAMS']}" if shape else ""
+    return Variant(
+        f"latent_attention {name} {kind} {said}",
+        kernel,
+        signature,
+        constants | shape | {"ROWS": cut.rows, "KEY_TILE": cut.key_tile, "JOINS": cut.joins},
+        num_warps=cut.num_warps,
+        num_stages=cut.stages,
+        max_registers=ALL_REGISTERS,
+        divisible_by_16=_aligned(signature),
+        may_spill=kind.dtype == "fp32",  # without matrix units Ampere and Blackwell are a register or two short
+        capabilities=capabilities,
+    )
 
 
 def _join_variant(kind: LatentKind, heads: int, dims: int) -> Variant:

@@ -3,7 +3,8 @@ tile for each of them anew costs more than writing all of it once.
 
     out [N, K] = scale[n, g] * (number[n, k] - zero[n, g]) + offset[n, g],   rounded to float32, then to its type
 
-with one more dimension in front, of weights that have one: an expert each.
+with one more dimension in front, of weights that have one: an expert each. Or some of the outputs: whoever multiplies
+by all takes MOST_BYTES of it at a time, so that it needs little memory, above all in graphs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.gpu.architectures import capability_of
 from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.quantized.packed_codes import TILE, WIDTH, PackedCodes, chunk_of
 from kernels.gpu.quantized.unpacking import numbers_of
@@ -21,8 +23,20 @@ from kernels.gpu.tiles import cdiv
 from kernels.gpu.variant import Variant
 from kernels.quantized_weight import Numbers
 
+MOST_BYTES = 256 << 20  # at a time: all of a layer's largest weight in an 8 B model
+# Rows from which on a whole weight is written out and multiplied in their type sooner than it is unpacked for each tile
+# of 64, by the card's compute capability. Measured on an H200, where 96 take as long either way, with weights of 4,096
+# to 28,672 in 4 bits; elsewhere reasoned, as writing costs bandwidth and others have less for each multiprocessor.
+_EXPANDING_ROWS = {90: 96, 100: 96, 80: 192}
+_ELSEWHERE = 640
 
-@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+
+def expanding_rows(device: torch.device) -> int:
+    """Rows of activations from which on a weight is to be expanded on this device."""
+    return _EXPANDING_ROWS.get(capability_of(device), _ELSEWHERE)
+
+
+@triton.jit(do_not_specialize=["first_tile"])  # type: ignore[untyped-decorator]  # Triton has no types
 def _expand_kernel(  # type: ignore[no-untyped-def]
     out,
     words,
@@ -32,6 +46,8 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     zero,
     offset,
     offset_factor,
+    first_tile,
+    num_outputs,
     OUTPUTS: tl.constexpr,
     SIZE: tl.constexpr,
     NUMBERS: tl.constexpr,
@@ -41,13 +57,15 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """A program has one chunk of some outputs of an expert; see `packed_codes` for how they lie."""
+    """A program has one chunk of some outputs of an expert; see `packed_codes` for how they lie. `out` has
+    `num_outputs` an expert, from tile `first_tile` on."""
     fields: tl.constexpr = 4 if (NUMBERS == "int8" or NUMBERS == "e4m3") else 8
     # Exponents of the numbers as `numbers_of` leaves them.
     factor: tl.constexpr = 256.0 if NUMBERS == "e4m3" else 16384.0 if NUMBERS == "e2m1" else 1.0
     lines: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     chunk, expert = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
-    output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    place = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    output = first_tile * BLOCK_N + place
     word = tl.arange(0, WIDTH)
     in_chunks = (expert * CHUNKS + chunk) * lines + output
     places = in_chunks[:, None] * WIDTH + word[None, :]
@@ -73,19 +91,28 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
                 more *= tl.load(offset_factor + in_chunks)
             values += more[:, None]
         column = first + word
-        inside = (output < OUTPUTS)[:, None] & (column < SIZE)[None, :]
-        tl.store(
-            out + (expert * OUTPUTS + output)[:, None] * SIZE + column[None, :], values.to(out.dtype.element_ty), inside
-        )
+        inside = (place < num_outputs)[:, None] & (column < SIZE)[None, :]
+        places_out = (expert * num_outputs + place)[:, None] * SIZE + column[None, :]
+        tl.store(out + places_out, values.to(out.dtype.element_ty), inside)
 
 
-def expanded_weight(weight: PackedCodes, dtype: torch.dtype) -> torch.Tensor:
-    """See the top of this file."""
-    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+def expanded_weight(weight: PackedCodes, dtype: torch.dtype, outputs: slice | None = None) -> torch.Tensor:
+    """See the top of this file. `outputs`: some of them, from a multiple of 64 on; of weights without experts."""
+    first, past, _ = (outputs or slice(None)).indices(weight.out_features)
+    if first % TILE:
+        raise ValueError(f"expanded_weight: outputs from {first} on, not from a multiple of {TILE}")
+    out = torch.empty(*weight.shape[:-2], past - first, weight.in_features, dtype=dtype, device=weight.device)
     scales = weight.scale, weight.scale_factor
     of_weight = weight.words, weight.high, *scales, weight.zero, weight.offset, weight.offset_factor
-    _bound((out, *of_weight), weight.numbers, weight.group)(out, *of_weight)
+    _bound((out, *of_weight), weight.out_features, weight.numbers, weight.group, first // TILE)(out, *of_weight)
     return out
+
+
+def slabs(num_outputs: int, size: int, itemsize: int) -> Iterator[slice]:
+    """All outputs of a weight [num_outputs, size], some at a time."""
+    at_once = max(MOST_BYTES // (size * itemsize) // TILE, 1) * TILE
+    for first in range(0, num_outputs, at_once):
+        yield slice(first, min(first + at_once, num_outputs))
 
 
 @once_a_layout
@@ -98,13 +125,15 @@ def _bound(
     zero: torch.Tensor | None,
     offset: torch.Tensor | None,
     offset_factor: torch.Tensor | None,
+    all_outputs: int,
     numbers: Numbers,
     group: int,
+    first_tile: int,
 ) -> Launch:
     num_outputs, size = out.shape[-2:]
     grid = words.shape[-3], cdiv(num_outputs, TILE), 1 if out.dim() == 2 else len(out)
-    constants = _constants(num_outputs, size, numbers, group, words.shape[-3], scale.shape[-2])
-    return Launch(_expand_kernel, grid, (), **constants)
+    constants = _constants(all_outputs, size, numbers, group, words.shape[-3], scale.shape[-2])
+    return Launch(_expand_kernel, grid, (first_tile, num_outputs), **constants)
 
 
 def _constants(
@@ -142,7 +171,7 @@ def variants() -> Iterator[Variant]:
                 f"expanded_weight {numbers.value} by {group or 'output'}{f', {extra}' if extra else ''}: "
                 f"{num_outputs} x {size}",
                 _expand_kernel,
-                pointers,
+                pointers | {"first_tile": "i32", "num_outputs": "i32"},
                 absent | _constants(num_outputs, size, numbers, group, num_chunks, num_groups),
                 divisible_by_16=tuple(pointers),
                 may_spill=False,

@@ -19,7 +19,8 @@ from kernels.gpu.checks import check_contiguous, check_rows
 from kernels.gpu.grouped_matmul import grouped_matmul
 from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.products import tile_of_program
-from kernels.gpu.quantized.expanded_weight import expanded_weight
+from kernels.gpu.quantized import expanded_weight as expanded
+from kernels.gpu.quantized.expanded_weight import expanding_rows
 from kernels.gpu.quantized.group_sums import group_sums
 from kernels.gpu.quantized.packed_codes import TILE, WIDTH, PackedCodes, chunk_of
 from kernels.gpu.quantized.packed_product import most_registers, stages_of
@@ -29,9 +30,7 @@ from kernels.gpu.tiles import cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
 from kernels.quantized_weight import Numbers
 
-# Rows of an expert from which on all experts' weights are written out in their type.
-EXPANDING_ROWS = 96
-MOST_EXPANDED_BYTES = 1 << 30  # at a time
+_TIMES_AS_MANY = 2  # rows of an expert as of a plain weight, from which on writing all of them out pays
 
 
 @triton.jit(do_not_specialize=["row_tiles"])  # type: ignore[untyped-decorator]  # Triton has no types
@@ -127,8 +126,9 @@ def grouped_quantized_matmul(
     """See `reference.grouped_matmul`; weights of `packed_codes.stacked`. `of_experts`: among how many tokens have
     chosen, where others are elsewhere; rows that went there are at the end of `out`. `may_expand`: see
     `quantized_product`. Raises ValueError for tensors that do not fit."""
-    if may_expand and len(out) >= EXPANDING_ROWS * (of_experts or weights.shape[0]):
-        _multiply_expanded(out, x, weights, starts, rows, bias)
+    all_experts = of_experts or weights.shape[0]
+    if may_expand and len(out) >= _TIMES_AS_MANY * expanding_rows(out.device) * all_experts:
+        _multiply_expanded(out, x, weights, starts, rows, bias, all_experts)
         return
     scales = weights.scale, weights.scale_factor
     of_weights = weights.words, weights.high, *scales, weights.zero, weights.offset, weights.offset_factor
@@ -147,15 +147,17 @@ def _multiply_expanded(
     starts: torch.Tensor,
     rows: torch.Tensor | None,
     bias: torch.Tensor | None,
+    of_experts: int,
 ) -> None:
-    """Some experts at a time, so that their weights in the type of rows take no more than MOST_EXPANDED_BYTES."""
+    """Some experts at a time: as many as MOST_BYTES hold, or one."""
     num_experts, num_outputs, size = weights.shape
-    at_once = max(MOST_EXPANDED_BYTES // (num_outputs * size * x.itemsize), 1)
+    at_once = max(expanded.MOST_BYTES // (num_outputs * size * x.itemsize), 1)
     for first in range(0, num_experts, at_once):
         some = slice(first, min(first + at_once, num_experts))
-        expanded = expanded_weight(weights.of_experts(some), x.dtype)
+        in_type = expanded.expanded_weight(weights.of_experts(some), x.dtype)
         of_some = starts[some.start : some.stop + 1]
-        grouped_matmul(out, x, expanded, of_some, rows, None if bias is None else bias[some])
+        of_bias = None if bias is None else bias[some]
+        grouped_matmul(out, x, in_type, of_some, rows, of_bias, of_experts=of_experts)
 
 
 @once_a_layout

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from kernels.gpu.quantized.expanded_weight import expanded_weight
+from kernels.gpu.quantized.expanded_weight import expanded_weight, expanding_rows, slabs
 from kernels.gpu.quantized.packed_codes import PackedCodes, pack_codes
 from kernels.gpu.quantized.packed_product import packed_product
 from kernels.quantized_weight import QuantizedWeight
-
-# Rows from which on a whole weight is written out and multiplied in their type sooner than it is unpacked for each tile
-# of 64 rows: measured, see `benchmarks.gpu`.
-EXPANDING_ROWS = 96
 
 
 class PackedLinear:
@@ -21,7 +19,8 @@ class PackedLinear:
         self, packed: PackedCodes, order: torch.Tensor | None, bias: torch.Tensor | None, *, may_expand: bool
     ) -> None:
         """`order` i64[K] as `QuantizedWeight` has it; bias [N]; `may_expand`: see `quantized_product`."""
-        self._packed, self._order, self._bias, self._may_expand = packed, order, bias, may_expand
+        self._packed, self._order, self._bias = packed, order, bias
+        self._expanding_rows = expanding_rows(packed.device) if may_expand else math.inf
         self.in_features, self.out_features = packed.in_features, packed.out_features
         self.weight_bytes = packed.nbytes + sum(x.nbytes for x in (order, bias) if x is not None)
 
@@ -35,11 +34,12 @@ class PackedLinear:
         """out [T, N], x [T, K]: rows of adjacent elements at any stride, of one type of 16 or 32 bits."""
         # Gathered once: in the product each tile of outputs would gather anew.
         rows = x if self._order is None else x.index_select(1, self._order)
-        if not self._may_expand or len(x) < EXPANDING_ROWS:
+        if len(x) < self._expanding_rows:
             packed_product(out, rows, self._packed, self._bias)
             return
-        weight = expanded_weight(self._packed, x.dtype)
-        if self._bias is None:
-            torch.mm(rows, weight.t(), out=out)
-        else:
-            torch.addmm(self._bias, rows, weight.t(), out=out)
+        for some in slabs(self.out_features, self.in_features, x.itemsize):
+            weight = expanded_weight(self._packed, x.dtype, some)
+            if self._bias is None:
+                torch.mm(rows, weight.t(), out=out[:, some])
+            else:
+                torch.addmm(self._bias[some], rows, weight.t(), out=out[:, some])

@@ -108,7 +108,7 @@ def take_grouped_experts(
                 weights.ignore(f"{prefix}{names.expert.format(number)}{product}.bias")
     prefixes = [prefix + names.expert.format(number) for number in part.experts]
     inner, outer = (_few_bits(weights, prefixes, product, kernels) for product in (into, out_of))
-    multiply = kernels.grouped_matmul
+    multiply = partial(kernels.grouped_matmul, of_experts=style.experts.num_experts)
     if inner is not None and outer is not None:
         may_expand = not weights.is_batch_invariant
         multiply = partial(
