@@ -26,8 +26,9 @@ from kernels.quantized_weight import Numbers
 MOST_BYTES = 256 << 20  # at a time: all of a layer's largest weight in an 8 B model
 # Rows from which on a whole weight is written out and multiplied in their type sooner than it is unpacked for each tile
 # of 64, by the card's compute capability. Measured on an H200, where 96 take as long either way, with weights of 4,096
-# to 28,672 in 4 bits; elsewhere reasoned, as writing costs bandwidth and others have less for each multiprocessor.
-_EXPANDING_ROWS = {90: 96, 100: 96, 80: 192}
+# to 28,672 in 4 bits; elsewhere reasoned, as writing costs bandwidth and others, an H100 too, have less of it for each
+# multiprocessor.
+_EXPANDING_ROWS = {90: 128, 100: 128, 80: 192}
 _ELSEWHERE = 640
 
 
