@@ -1,8 +1,7 @@
 """Whether OpenVINO's float32 products keep to a set of instructions: `python -m benchmarks.openvino_limits DIR`.
 
 DIR is the folder of virtual environments of `benchmarks.peers`. One product of 32 rows by a weight of 3,072 x 1,024, in
-one thread, with and without the limit to AVX2. A core with two units of AVX2 computes 32 float32 operations a cycle: what
-is faster than that at the processor's highest clock was not limited.
+one thread, with and without the limit to AVX2: where both are as fast, there is no limit.
 """
 
 from __future__ import annotations
