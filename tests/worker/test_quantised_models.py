@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
 from kernels import cpu
+from kernels.oracles import reference
 from kernels.quantized_weight import QuantizedWeight
 from octavo.shared.terminal_row import ByteBar
 from tests.worker.families import VOCAB_SIZE, make_family
@@ -253,7 +254,7 @@ def test_bfloat16_rounds_what_the_weights_say(tmp_path: Path) -> None:
 
 def test_experts_that_are_multiplied_together_are_expanded(tmp_path: Path) -> None:
     quantised, twin = make(tmp_path, "mixtral", FORMATS["awq-32"])
-    kernels: Any = SimpleNamespace(silu_and_mul=None, grouped_matmul=None)
+    kernels: Any = SimpleNamespace(silu_and_mul=None, grouped_matmul=reference.grouped_matmul)
     taken = []
     for folder in (quantised, twin):
         config = ModelConfig.from_folder(folder, "float32")
