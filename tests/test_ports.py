@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 
 import pytest
@@ -31,9 +32,16 @@ def test_a_free_port_can_be_had() -> None:
 
 def test_ports_of_several_listeners_are_not_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = iter([31_315, 20_280, 31_315, 31_316, 31_316, 31_317])
-    monkeypatch.setattr("octavo.shared.ports.random.randrange", lambda *_: next(drawn))
+    monkeypatch.setattr("octavo.shared.ports._random.randrange", lambda *_: next(drawn))
     assert free_ports(2, besides=[20_280, None]) == [31_315, 31_316]
     assert free_ports(1, besides=[31_316]) == [31_317]
+
+
+def test_no_port_is_given_twice_whoever_seeds_random_numbers() -> None:
+    random.seed(0)
+    first = free_ports(3)
+    random.seed(0)
+    assert not set(first) & {*free_ports(3), free_port()}
 
 
 def test_addresses_by_which_a_server_is_reached() -> None:

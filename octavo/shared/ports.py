@@ -10,10 +10,13 @@ import errno
 import ipaddress
 import random
 import socket
+from collections import deque
 from collections.abc import Collection
 
 LOOPBACK = "127.0.0.1"
 FREE_PORTS = (20_000, 32_000)  # Linux hands out 32,768 and up
+_random = random.SystemRandom()  # whoever seeds the module's own would get the same ports again
+_given = deque[int](maxlen=1000)  # by this process: their listeners may have yet to start
 
 
 class BindError(Exception):
@@ -75,14 +78,16 @@ def free_port() -> int:
 
 
 def free_ports(count: int, *, besides: Collection[int | None] = ()) -> list[int]:
-    """So many of them, no two the same and none of `besides`: ports whose listeners have yet to start."""
+    """So many of them, no two the same, none that this process was given before, and none of `besides`: ports whose
+    listeners have yet to start."""
     ports: list[int] = []
     while len(ports) < count:
-        port = random.randrange(*FREE_PORTS)
+        port = _random.randrange(*FREE_PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((LOOPBACK, port))
-            if port not in ports and port not in besides:
+            if port not in _given and port not in besides:
                 ports.append(port)
+                _given.append(port)
     return ports
 
 
