@@ -94,8 +94,7 @@ def test_no_row_is_nothing_and_what_does_not_fit_is_refused() -> None:
         grouped_quantized_matmul(out, x, packed, starts.long())
 
 
-@pytest.mark.parametrize("name", ["AWQ", "Q4_K", "Q6_K", "fp8 blocks", "MXFP4"])
-@pytest.mark.parametrize("at_once", [1, 2, 4])
+@pytest.mark.parametrize(("name", "at_once"), [("AWQ", 1), ("Q4_K", 2), ("Q6_K", 4), ("MXFP4", 4)])
 def test_experts_of_many_rows_are_expanded(name: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All at once or some; what is computed is the product with each expanded."""
     monkeypatch.setattr(grouped_product, "expanding_rows", lambda device: 5)

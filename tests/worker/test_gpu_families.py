@@ -16,7 +16,7 @@ from tests.worker.model_cases import Stepper
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.loader import load_model
 
-NAMES = ["gemma3", "bloom", "qwen3-moe-mixed"] if IS_INTERPRETED else list(FAMILIES)
+NAMES = ["bloom", "qwen3-moe-mixed"] if IS_INTERPRETED else list(FAMILIES)
 LENGTHS = [1, 7, 40] if IS_INTERPRETED else [1, 7, 83, 150]
 
 
