@@ -4,6 +4,7 @@ Whole passes of a loaded model, as a worker computes them, for one sequence and 
 random model of Qwen3-0.6B's shape in bfloat16:
 
 - huge pages: weights and cache in pages of 2 MiB, or of 4 KiB;
+- touched ahead: the first pass of a prompt of 512 tokens over a cache whose memory is there, or has yet to be provided;
 - bound: a pass of one sequence beside the time that reading its weights takes, in each type they are kept in;
 - giving way: one thread fewer than cores, or as many as cores, beside a process that computes without end, and for two
   such models at once.
@@ -38,7 +39,10 @@ from octavo.bench import machine
 from octavo.models.resolve import resolve_model
 from octavo.serving.plan import waiting_threads
 from octavo.shared.cores import allowed_cores
+from worker_svc.cache.cache_engine import CacheEngine
 from worker_svc.host import huge_pages
+from worker_svc.host.touch_ahead import provide
+from worker_svc.models.attention import AttentionMetadata
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.loader import Model, load_model
@@ -63,7 +67,7 @@ _QWEN3_CONFIG = {
     "dtype": "bfloat16",
 }
 _READ_BYTES = 256 << 20  # far more than any cache
-_WARM_UP, _SEQ_LEN = 3, 200
+_WARM_UP, _SEQ_LEN, _PROMPT, _BLOCK_SIZE = 3, 200, 512, 16
 
 
 def load(name: str, dtype: str = "", quantization: str = "") -> Model:
@@ -138,6 +142,27 @@ def pages(name: str, sequences: int, passes: int) -> Any:
         other = decode_step(small, sequences, _SEQ_LEN)
     steps["small"] = lambda: small.forward(*other)
     return by_turns(steps, passes)
+
+
+def touching(model: Model, passes: int) -> Any:
+    """A prompt over a new cache, whose memory is there or has yet to come."""
+    num_blocks = -(-_PROMPT // _BLOCK_SIZE)
+    token_ids, positions = torch.arange(_PROMPT), torch.arange(_PROMPT)
+    tables, starts = torch.arange(num_blocks).int()[None], torch.tensor([0, _PROMPT]).int()
+    metadata = AttentionMetadata(positions, starts, starts[1:].clone(), tables, _PROMPT, _PROMPT)
+    made: dict[str, CacheEngine] = {}
+
+    def make(way: str) -> None:
+        made.clear()
+        cache = made[way] = CacheEngine(model.config, _BLOCK_SIZE, 4 * num_blocks, 0, model.config.dtype, "cpu")
+        if way == "touched":
+            provide(cache.store.data_ptr(), cache.store.nbytes)
+
+    def run() -> None:
+        (cache,) = made.values()
+        model.forward(token_ids, positions, cache.layers, metadata, torch.tensor([_PROMPT - 1]))
+
+    return by_turns({"touched": run, "untouched": run}, passes, make)
 
 
 def giving_way(model: Model, sequences: int, passes: int) -> Any:
@@ -218,6 +243,7 @@ def main() -> int:
             show(f"{name} | {count} | huge pages", pages(name, count, passes))
             show(f"{name} | {count} | giving way", giving_way(model, count, passes))
             show(f"{name} | {count} | two at once", two_at_once(name, count, 5.0))
+        show(f"{name} | prompt | touched ahead", touching(model, max(passes // 3, 3)))
         del model
     if arguments.save:
         facts = machine.describe()

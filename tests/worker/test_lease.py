@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import grpc
 import pytest
@@ -45,14 +44,13 @@ class Setup:
     worker: Worker
     stub: Any
     settings_id: str
-    submit: mock.MagicMock  # the worker's own, around which it counts calls
 
     async def wait_until_held(self, num_steps: int) -> None:
         """Until the model is in a step that it may not end, and so many steps have come in all."""
         assert self.model.hold is not None and await asyncio.to_thread(self.model.hold.has_begun.wait, 10)
 
         async def have_come() -> bool:
-            return self.submit.call_count >= num_steps
+            return self.worker._num_submitted >= num_steps
 
         await eventually(have_come)
 
@@ -102,8 +100,7 @@ async def setup() -> AsyncIterator[Setup]:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=WORKER_CHANNEL_OPTIONS) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         sizes = await stub.Initialize(worker_pb2.InitializeRequest())
-        with mock.patch.object(worker, "submit", wraps=worker.submit) as submit:
-            yield Setup(model, server, worker, stub, sizes.settings_id, submit)
+        yield Setup(model, server, worker, stub, sizes.settings_id)
     if model.hold is not None:
         model.hold.may_end.set()
     await server.stop()

@@ -34,6 +34,7 @@ from worker_svc.config import WorkerConfig
 from worker_svc.errors import GroupError, ProtocolError, StartupError
 from worker_svc.host.device_memory import memory_of
 from worker_svc.host.memory import GIB, available_bytes
+from worker_svc.host.touch_ahead import TouchAhead
 from worker_svc.mirror.sequence_states import SequenceStates
 from worker_svc.parallel.group import ParallelGroup
 from worker_svc.steps.failures import is_device_lost
@@ -77,12 +78,15 @@ class Worker:
         self._limits: Limits | None = None  # that `_sizes` were made for
         self._sizes: worker_pb2.InitializeResponse | None = None
         self._epoch = 0  # of the lease whose steps count; 0: none
+        self._was_leased = False
         self._pipeline: StepPipeline | None = None  # of the last lease
         self._cached_blocks = CachedBlocks(0)  # of the cache, whatever lease they were computed under
         self._requests = RecentRequests(max(1024, 4 * config.max_num_seqs))
         self._waiter: ModelThread | None = None  # for outputs that come later
         self._end_process = end_process or _end_process
         self._group = group
+        self._num_submitted = 0  # steps
+        self._touching: TouchAhead | None = None  # the cache
         self._giving_way: GivingWay | None = None  # to neighbours
 
     # ---- Sizes ------------------------------------------------------------------------------------------------------
@@ -142,6 +146,9 @@ class Worker:
             self._profile = self._profiler.measure(self.bounds)
             if self._group is None and may_give_way(runner.config, runner.device):
                 self._giving_way = GivingWay()
+        if self._touching is not None:
+            self._touching.stop()
+            self._touching = None
         runner.release_cache()
         graph_bytes = int(self.config.cuda_graph_memory * GIB) if runner.uses_graphs else 0
         buffer_bytes = runner.graph_buffer_bytes(limits.max_num_seqs, limits.max_model_len)
@@ -192,6 +199,8 @@ class Worker:
             settings_id=uuid.uuid4().hex,
         )
         self._limits = limits
+        if self._memory.is_host:
+            self._touching = TouchAhead(runner.cache.store, self._num_steps)
         return self._sizes
 
     def _least(self, size: Callable[[], CacheSizes]) -> CacheSizes:
@@ -262,6 +271,7 @@ class Worker:
     def _reset(self) -> worker_pb2.LeaseGranted:
         assert self._sizes is not None, "a lease before Initialize"
         self._tell(begin_lease=ranks_pb2.BeginLease())
+        self._was_leased = True
         self._settle()
         if self._runner.adapters is not None:
             self._runner.adapters.clear()
@@ -347,8 +357,13 @@ class Worker:
         pipeline = self._pipeline
         return (0, 0) if pipeline is None else pipeline.running
 
+    def _num_steps(self) -> int | None:
+        """See `TouchAhead`; until the first lease the processor is left to the processes that still start."""
+        return None if not self._was_leased or self.running[0] else self._num_submitted
+
     def submit(self, epoch: int, step: worker_pb2.Step, arrived_ns: int, deliver: Deliver) -> None:
         """Runs a step after those before it; `deliver` gets the answer, on the model thread."""
+        self._num_submitted += 1
         self.thread.submit(lambda: self._take(epoch, step, arrived_ns, deliver))
 
     def _take(self, epoch: int, step: worker_pb2.Step, arrived_ns: int, deliver: Deliver) -> None:
@@ -378,6 +393,7 @@ class Worker:
                 self._reset()
             case "step":
                 assert self._pipeline is not None, "a step before a lease"
+                self._num_submitted += 1
                 self._pipeline.take(command.step, StepTimer(time.perf_counter_ns()), lambda result: None)
             case "load_adapter":
                 with contextlib.suppress(AdapterError):  # likewise
