@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from kernels.gpu.architectures import MAX_SHARED_BYTES
+from kernels.gpu.architectures import INTERPRETED, MAX_SHARED_BYTES, capability_of
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}  # of queries
 
@@ -32,7 +32,7 @@ class Card:
 def card_of(device: torch.device) -> Card:
     """Asked once a device."""
     if device.type != "cuda":
-        return Card(90, 3, MAX_SHARED_BYTES[90], True)
+        return Card(INTERPRETED, 3, MAX_SHARED_BYTES[INTERPRETED], True)
     facts = torch.cuda.get_device_properties(device)
     shared: int = facts.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs do not list it
-    return Card(10 * facts.major + facts.minor, facts.multi_processor_count, shared, False)
+    return Card(capability_of(device), facts.multi_processor_count, shared, False)

@@ -103,9 +103,8 @@ def expanded_weight(weight: PackedCodes, dtype: torch.dtype, outputs: slice | No
     if first % TILE:
         raise ValueError(f"expanded_weight: outputs from {first} on, not from a multiple of {TILE}")
     out = torch.empty(*weight.shape[:-2], past - first, weight.in_features, dtype=dtype, device=weight.device)
-    scales = weight.scale, weight.scale_factor
-    of_weight = weight.words, weight.high, *scales, weight.zero, weight.offset, weight.offset_factor
-    _bound((out, *of_weight), weight.out_features, weight.numbers, weight.group, first // TILE)(out, *of_weight)
+    tensors = out, *weight.tensors
+    _bound(tensors, weight.out_features, weight.numbers, weight.group, first // TILE)(*tensors)
     return out
 
 

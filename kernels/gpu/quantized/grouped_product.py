@@ -130,8 +130,7 @@ def grouped_quantized_matmul(
     if may_expand and len(out) >= _TIMES_AS_MANY * expanding_rows(out.device) * all_experts:
         _multiply_expanded(out, x, weights, starts, rows, bias, all_experts)
         return
-    scales = weights.scale, weights.scale_factor
-    of_weights = weights.words, weights.high, *scales, weights.zero, weights.offset, weights.offset_factor
+    of_weights = weights.tensors
     shape = weights.out_features, weights.in_features
     launch = _bound((out, x, *of_weights, starts, rows, bias), *shape, weights.numbers, weights.group, of_experts)
     if not len(out):

@@ -54,7 +54,7 @@ class PackedCodes:
     @property
     def format(self) -> tuple[object, ...]:
         """All but the numbers and the type of scales."""
-        extras = [getattr(self, name) is None for name in _TENSORS]
+        extras = [x is None for x in self.tensors]
         return self.numbers, self.group, self.out_features, self.in_features, extras
 
     @property
@@ -77,16 +77,20 @@ class PackedCodes:
         """Of all tensors."""
         return self.words.device
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """All of them, in the order in which kernels take them."""
+        return tuple(getattr(self, name) for name in _TENSORS)
+
     def of_experts(self, some: slice) -> PackedCodes:
         """Of weights with an expert each, some of them."""
-        given: dict[str, Any] = {name: getattr(self, name) for name in _TENSORS}
-        tensors: dict[str, Any] = {name: None if x is None else x[some] for name, x in given.items()}
-        return replace(self, **tensors)
+        chosen: list[Any] = [None if x is None else x[some] for x in self.tensors]
+        return replace(self, **dict(zip(_TENSORS, chosen, strict=True)))
 
     @property
     def nbytes(self) -> int:
         """Of all tensors."""
-        return sum(x.nbytes for x in (getattr(self, name) for name in _TENSORS) if x is not None)
+        return sum(x.nbytes for x in self.tensors if x is not None)
 
 
 def chunk_of(numbers: Numbers) -> int:

@@ -107,8 +107,7 @@ def stages_of(dtype: torch.dtype) -> int:
 
 def packed_product(out: torch.Tensor, x: torch.Tensor, weight: PackedCodes, bias: torch.Tensor | None = None) -> None:
     """See the top of this file. Raises ValueError for tensors that do not fit."""
-    scales = weight.scale, weight.scale_factor
-    of_weight = weight.words, weight.high, *scales, weight.zero, weight.offset, weight.offset_factor
+    of_weight = weight.tensors
     shape = weight.out_features, weight.in_features
     cut, launch = _bound((out, x, *of_weight, bias), *shape, weight.numbers, weight.group)
     if not len(x):
