@@ -214,9 +214,8 @@ def _bound(
     if count <= _FEW_ROWS and capability_of(x.device) not in TENSOR_MEMORY:
         cut = cut.for_few_rows()
     num_tiles = cdiv(count, cut.block_m) * cdiv(num_outputs, cut.block_n)
-    is_split = (
-        cut.num_segments > 1 and num_tiles < _WANTED_PROGRAMS
-    )  # with the tile's rows all that their number decides
+    # This and the rows of a tile are all that the number of rows decides.
+    is_split = cut.num_segments > 1 and num_tiles < _WANTED_PROGRAMS
     is_described = may_describe and _can_be_described(x, weight)
     launch = Launch(
         _matmul_kernel,
