@@ -7,6 +7,7 @@ from typing import Any
 from benchmarks.figures_page import markdown_table, newest
 
 _WORDS = {"decode": "64 tokens of 64 sequences", "sampled": "64 tokens, with top-p, penalties and logprobs"}
+_WORDS |= {"drawn": "64 tokens, with temperature and top-p"}
 _WORDS |= {"mixed": "32 of 32 sequences, a prompt of 32", "prompt": "a prompt of 64"}
 
 
@@ -22,7 +23,7 @@ def blocks() -> dict[str, str]:
                     _WORDS[kind],
                     *_cells(row),
                     *_cells(now[model, kind, False]),
-                    *_cells(before[model, kind, True]),
+                    *_cells(before.get((model, kind, True))),
                 ]
                 for (model, kind, has_graphs), row in now.items()
                 if has_graphs
@@ -35,5 +36,7 @@ def _rows(results: dict[str, Any]) -> dict[tuple[str, str, bool], dict[str, Any]
     return {(row["model"], row["step"], row["graphs"]): row for row in results["steps"]}
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: dict[str, Any] | None) -> list[str]:
+    if row is None:
+        return ["-", "-"]
     return [f"{row['step_ms']:.2f}", str(row["triton_launches"] + row["torch_operators"])]

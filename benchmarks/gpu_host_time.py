@@ -8,7 +8,8 @@ message to draws that are on their way:
     decode   64 sequences, one token each
     mixed    32 sequences, one token each, and a prompt's chunk of 32
     prompt   one prompt of 64 tokens
-    sampled  as decode, with top-p, penalties and logprobs
+    drawn    as decode, with temperature and top-p
+    sampled  as drawn, with penalties and logprobs
 
 With graphs a captured pass is one call, which takes a few microseconds on a GPU and nothing here. Times are of
 the processor, and the least of some steps, for other work on the machine only adds. What the driver and the GPU take
@@ -57,8 +58,9 @@ DEVICE = torch.device("cpu")
 VOCAB_SIZE, WIDTH, BLOCK_SIZE, MAX_LEN = 256, 16, 16, 256
 NUM_DECODES, NUM_MIXED_DECODES, NUM_CHUNK, NUM_PROMPT = 64, 32, 32, 64
 _WARM_UP = 3
-STEPS = ("decode", "mixed", "prompt", "sampled")
+STEPS = ("decode", "mixed", "prompt", "drawn", "sampled")
 GREEDY = inference_pb2.SamplingParams(seed=1, temperature=0.0)
+DRAWN = inference_pb2.SamplingParams(seed=1, temperature=0.8, top_p=0.9)
 SAMPLED = inference_pb2.SamplingParams(
     seed=1, temperature=0.8, top_p=0.9, repetition_penalty=1.1, frequency_penalty=0.1, logprobs=5
 )
@@ -220,12 +222,13 @@ def measure(launches: Launches, name: str, kind: str, num_steps: int, *, has_gra
     """One kind of step of one model."""
     with gpu_worker():
         worker = Worker(name, launches, has_graphs=has_graphs, num_prompts=num_steps + _WARM_UP + 1)
-        params = SAMPLED if kind == "sampled" else GREEDY
+        params = {"drawn": DRAWN, "sampled": SAMPLED}.get(kind, GREEDY)
         worker.begin(params)
         decodes, prompt_len = {
             "decode": (range(NUM_DECODES), 0),
             "mixed": (range(NUM_MIXED_DECODES), NUM_CHUNK),
             "prompt": (range(0), NUM_PROMPT),
+            "drawn": (range(NUM_DECODES), 0),
             "sampled": (range(NUM_DECODES), 0),
         }[kind]
         phases: dict[str, list[int]] = {phase: [] for phase in PHASES}

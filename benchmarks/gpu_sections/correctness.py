@@ -28,6 +28,7 @@ OF_A_WORKER = (
     "tests/worker/test_gpt_oss.py::test_replayed_steps_draw_the_tokens_of_transformers",
     "tests/worker/test_latent_models.py::test_greedy_tokens_on_the_kernels_of_a_gpu",
     "tests/worker/test_mixed_graphs.py::test_a_replayed_step_gives_the_bits_of_the_step_itself",
+    "tests/worker/test_sampling_graphs.py::test_on_the_kernels_of_a_gpu",
 )
 # Of the kernels' those that do not, and take time: they compile the CPU's library. Besides, those named after the CPU.
 ON_A_CPU = (

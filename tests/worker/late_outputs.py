@@ -26,7 +26,7 @@ class LateOutputs:
 
 class LateOutput:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = [tensor.clone() for tensor in tensors]
+        self._tensors = tensors  # a copy on a stream of its own may read them as late as that
         self.is_here = False
         self.error: Exception | None = None
 

@@ -174,7 +174,7 @@ def check_greedy_tokens(model: Model, expected: list[tuple[list[int], torch.Tens
     for prompt, tokens, (sequence, _) in zip(PROMPTS, drawn, expected, strict=True):
         assert [*prompt, *tokens] == sequence
     if backends:
-        assert sum(backends[0].replays) == len(steps)
+        assert sum(backends[0].replays) == len(steps) + len(steps) - 1, "passes, and samplings of all but the first"
     totals = runner._scratch.totals[:, 0]
     assert (totals[: len(PROMPTS)] > 0).all() and (totals[len(PROMPTS) :] == -1).all(), "a line a sequence"
     states.check_integrity()

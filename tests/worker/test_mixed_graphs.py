@@ -58,7 +58,7 @@ class Run:
         self.runner.allocate_cache(num_blocks, 0)
         for store in itertools.chain(*self.runner.cache.layers):
             store.fill_(torch.nan)
-        self.num_decode = len(self.runner.capture_graphs(MAX_SEQS, MAX_LEN, GIB))
+        self.runner.capture_graphs(MAX_SEQS, MAX_LEN, GIB)
         self.counts = self.runner.capture_mixed_graphs(MAX_TOKENS, MAX_LEN, GIB)
         self.states = SequenceStates(MAX_SEQS, MAX_LEN, BLOCK_SIZE, num_blocks)
         self.backend = made[0] if made else None
@@ -69,9 +69,9 @@ class Run:
 
     @property
     def replays(self) -> dict[int, int]:
-        """Of mixed steps, by tokens; the largest was captured first."""
+        """Of mixed steps, by tokens; the largest was captured first, after all other graphs."""
         assert self.backend is not None
-        return dict(zip(self.counts[::-1], self.backend.replays[self.num_decode :], strict=True))
+        return dict(zip(self.counts[::-1], self.backend.replays[-len(self.counts) :], strict=True))
 
 
 def test_numbers_of_tokens_rise_to_the_most_and_few_are_pads() -> None:

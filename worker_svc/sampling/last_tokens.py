@@ -19,7 +19,8 @@ class LastTokens:
 
     def __init__(self, device: str | torch.device, max_num_seqs: int = MAX_SLOTS) -> None:
         self.device = torch.device(device)
-        self._of_slot = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.nobody = max_num_seqs  # what stands for a slot in a graph's pads
+        self._of_slot = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
 
     def put(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
         """`token_ids` i64[N] were drawn for `slots` i64[N]. Of a slot that is named twice, any."""

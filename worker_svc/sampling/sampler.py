@@ -25,7 +25,7 @@ from worker_svc.sampling.row_maxima import RowMaxima
 from worker_svc.sampling.sampled import Logprobs, Sampled
 from worker_svc.sampling.token_logprobs import FoundLogprobs, find_logprobs
 
-_NONE = np.zeros(0, np.intp)
+NO_SAMPLES = np.zeros(0, np.intp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def take_largest(logits: torch.Tensor, rows: npt.NDArray[np.int64]) -> Drawn:
     if rows.size != num_rows:  # several from one row are the same
         (of_samples,) = upload(logits.device, rows)
         token_ids = token_ids[of_samples]
-    return Drawn(token_ids, largest, rows, None, _NONE)
+    return Drawn(token_ids, largest, rows, None, NO_SAMPLES)
 
 
 def draw(logits: torch.Tensor, params: SamplingRows, draws: Draws, raw_logits: torch.Tensor | None = None) -> Drawn:
@@ -87,25 +87,54 @@ def draw(logits: torch.Tensor, params: SamplingRows, draws: Draws, raw_logits: t
 
     Logprobs are those of `raw_logits`, the model's own; None: `logits` are.
     """
-    kernels, vocab_size = kernels_for(logits.device), logits.shape[1]
     wants = params.wants_logprobs[draws.rows]
     with_logprobs = np.flatnonzero(wants)
-    temperature, min_p, top_k, top_p, rows, seeds, sequence_indices, positions, asking = upload(
-        logits.device,
-        params.temperature,
-        params.min_p,
-        params.top_k,
-        params.top_p,
-        draws.rows,
-        params.seed[draws.rows].view(np.int64),
-        draws.sequence_index,
-        draws.position,
-        with_logprobs,
-    )
+    rows, asking, *columns = upload(logits.device, draws.rows, with_logprobs, *draw_columns(params, draws))
     maxima = RowMaxima.of(logits)
-    smallest = torch.full_like(maxima.largest, -torch.inf)
+    token_ids = draw_tokens(logits, maxima, rows, *columns, is_filtered=has_filters(params, logits.shape[1]))
+    logprobs = None
+    if with_logprobs.size:
+        if raw_logits is not None and raw_logits is not logits:
+            logits, maxima_of_raw = raw_logits, RowMaxima.of(raw_logits)
+        else:
+            maxima_of_raw = maxima
+        num_top = params.num_logprobs[draws.rows[with_logprobs]]
+        asked = (rows, token_ids) if wants.all() else (rows[asking], token_ids[asking])
+        logprobs = find_logprobs(logits, maxima_of_raw, *asked, num_top)
+    return Drawn(token_ids, maxima.largest, draws.rows, logprobs, with_logprobs)
+
+
+def draw_columns(params: SamplingRows, draws: Draws) -> tuple[npt.NDArray[Any], ...]:
+    """What `draw_tokens` takes: temperature, min_p f32[R], top_k i64[R], top_p f32[R], of each row; seeds, sequence
+    indices, positions i64[N], of each draw."""
+    seeds = params.seed[draws.rows].view(np.int64)
+    return params.temperature, params.min_p, params.top_k, params.top_p, seeds, draws.sequence_index, draws.position
+
+
+def has_filters(params: SamplingRows, vocab_size: int) -> bool:
+    """Whether any row draws from fewer tokens than there are."""
     is_filtered = (params.min_p > 0) | ((params.top_k > 0) & (params.top_k < vocab_size)) | (params.top_p < 1)
-    if (is_filtered & (params.temperature > 0)).any():
+    return bool((is_filtered & (params.temperature > 0)).any())
+
+
+def draw_tokens(
+    logits: torch.Tensor,
+    maxima: RowMaxima,
+    rows: torch.Tensor,
+    temperature: torch.Tensor,
+    min_p: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    seeds: torch.Tensor,
+    sequence_indices: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    is_filtered: bool,
+) -> torch.Tensor:
+    """i64[N], from `rows` i64[N] of `logits` and the columns of `draw_columns`, on their device: kernels alone. Unless
+    `is_filtered`, filters are passed over."""
+    kernels, smallest = kernels_for(logits.device), torch.full_like(maxima.largest, -torch.inf)
+    if is_filtered:
         kernels.kept_range(smallest, logits, maxima.of_chunks, maxima.largest, temperature, min_p, top_k, top_p)
     token_ids = torch.empty_like(rows)
     kernels.draw_tokens(
@@ -120,16 +149,7 @@ def draw(logits: torch.Tensor, params: SamplingRows, draws: Draws, raw_logits: t
         sequence_indices,
         positions,
     )
-    logprobs = None
-    if with_logprobs.size:
-        if raw_logits is not None and raw_logits is not logits:
-            logits, maxima_of_raw = raw_logits, RowMaxima.of(raw_logits)
-        else:
-            maxima_of_raw = maxima
-        num_top = params.num_logprobs[draws.rows[with_logprobs]]
-        asked = (rows, token_ids) if wants.all() else (rows[asking], token_ids[asking])
-        logprobs = find_logprobs(logits, maxima_of_raw, *asked, num_top)
-    return Drawn(token_ids, maxima.largest, draws.rows, logprobs, with_logprobs)
+    return token_ids
 
 
 def _spread(found: Logprobs, samples: npt.NDArray[np.intp], size: int) -> Logprobs:

@@ -35,6 +35,7 @@ from worker_svc.steps.graph_captures import GraphSizes
 from worker_svc.steps.input_batch import InputArrays, build_input_arrays
 from worker_svc.steps.launched_step import Launched, LaunchedStep
 from worker_svc.steps.mixed_graphs import MixedGraphs
+from worker_svc.steps.sampling_graphs import SamplingGraphs
 from worker_svc.steps.stage_answers import StageAnswers
 from worker_svc.steps.step_timer import StepTimer
 
@@ -79,6 +80,7 @@ class ModelRunner:
         self._buffers: GraphBuffers | None = None  # likewise
         self._graphs: DecodeGraphs | None = None  # over the cache
         self._mixed_graphs: MixedGraphs | None = None  # likewise, of all other steps
+        self._sampling_graphs: SamplingGraphs | None = None  # over the logits of both
         self._scratch: Scratch | None = None  # of attention, where its kernels need one
         self._outputs = outputs or output_copies(self.device)
         self._last_tokens = LastTokens(self.device)
@@ -130,7 +132,7 @@ class ModelRunner:
         self._release_graphs()
 
     def _release_graphs(self) -> None:
-        self._graphs = self._mixed_graphs = self._buffers = self._backend = None
+        self._graphs = self._mixed_graphs = self._sampling_graphs = self._buffers = self._backend = None
 
     @property
     def uses_graphs(self) -> bool:
@@ -151,8 +153,8 @@ class ModelRunner:
     def capture_graphs(
         self, max_num_seqs: int, max_model_len: int, most_bytes: int, *, is_alone: bool = True
     ) -> list[int]:
-        """Captures decode steps over the cache, within `most_bytes`; returns the captured batch sizes, ascending.
-        `is_alone`: see `capture_within`."""
+        """Captures decode steps over the cache and sampling, within `most_bytes`; returns the captured batch sizes of
+        the steps, ascending. `is_alone`: see `capture_within`."""
         if self._graph_backend is None:
             return []
         num_blocks = -(-max_model_len // self.block_size)
@@ -160,6 +162,8 @@ class ModelRunner:
             self.device, max_num_seqs, num_blocks, self.config.vocab_size, scratch=self._scratch
         )
         self._backend = self._graph_backend(self.device)  # counts what is taken from now on
+        self._sampling_graphs = SamplingGraphs(self._backend, self._last_tokens, self._buffers)
+        self._sampling_graphs.capture(most_bytes)  # a few MB, and no rank waits for another in it
         self._graphs = DecodeGraphs(
             self._pass_over_cache(), self._backend, self._last_tokens, self._buffers, max_model_len=max_model_len
         )
@@ -254,9 +258,6 @@ class ModelRunner:
         _mark(marks)
         timer.end_phase("forward_ns")
         drawn = self._draw(logits, states, rows) if rows.sample_rows.size else None
-        if drawn is not None and self.is_late:
-            (sample_slots,) = upload(self.device, rows.sample_slots)
-            self._last_tokens.put(sample_slots, drawn.token_ids)
         _mark(marks)
         copy = self._outputs.start(() if drawn is None else drawn.tensors)
         tenancies = states.expect_samples(rows)
@@ -290,14 +291,22 @@ class ModelRunner:
         return self.launch(states, rows, timer).outputs(timer)
 
     def _draw(self, logits: torch.Tensor, states: SequenceStates, rows: AppliedRows) -> RowSamples:
-        """Adjusts `logits` f32[L, vocab] where a request wants that, and draws; L rows sample."""
-        sampling = states.sampling
-        if sampling.takes_largest[rows.sample_slots].all():
-            return largest_of_rows(logits, rows)
-        slots = rows.slots[rows.num_samples > 0]
-        keeps_logits = sampling.wants_raw_logits(slots)
-        adjusted = self._adjustments.apply(logits, states, slots, keeps_logits=keeps_logits)
-        return draw_rows(adjusted, sampling, rows, raw_logits=logits)
+        """Adjusts `logits` f32[L, vocab] where a request wants that, and draws; L rows sample. What is drawn is where
+        the next step finds it."""
+        sampling, adjusted = states.sampling, logits
+        take_largest = bool(sampling.takes_largest[rows.sample_slots].all())
+        if not take_largest:
+            slots = rows.slots[rows.num_samples > 0]
+            keeps_logits = sampling.wants_raw_logits(slots)
+            adjusted = self._adjustments.apply(logits, states, slots, keeps_logits=keeps_logits)
+        graphs = self._sampling_graphs
+        if graphs is not None and graphs.suits(adjusted, sampling, rows):
+            return graphs.run(sampling, rows)
+        drawn = largest_of_rows(logits, rows) if take_largest else draw_rows(adjusted, sampling, rows, logits)
+        if self.is_late:
+            (sample_slots,) = upload(self.device, rows.sample_slots)
+            self._last_tokens.put(sample_slots, drawn.token_ids)
+        return drawn
 
     def _adapters_of(self, states: SequenceStates, rows: AppliedRows) -> Ints | None:
         """[T], the number of each token's adapter, -1: none; None where no row has one."""
