@@ -131,14 +131,14 @@ def bound(name: str, dtype: str, quantization: str, passes: int) -> Any:
     return found
 
 
-def pages(name: str, sequences: int, passes: int) -> Any:
+def pages(name: str, quantization: str, sequences: int, passes: int) -> Any:
     """Weights and cache in large pages, or small ones."""
     steps: dict[str, Callable[[], Any]] = {}
-    large = load(name)
+    large = load(name, quantization=quantization)
     step = decode_step(large, sequences, _SEQ_LEN)
     steps["large"] = lambda: large.forward(*step)
     with small_pages():
-        small = load(name)
+        small = load(name, quantization=quantization)
         other = decode_step(small, sequences, _SEQ_LEN)
     steps["small"] = lambda: small.forward(*other)
     return by_turns(steps, passes)
@@ -240,7 +240,9 @@ def main() -> int:
             continue
         model, passes = load(name), arguments.passes
         for count in (1, 32):
-            show(f"{name} | {count} | huge pages", pages(name, count, passes))
+            for quantization in ("", "int8", "int4"):
+                kind = f"{name} | {count} | huge pages {quantization}".strip()
+                show(kind, pages(name, quantization, count, passes))
             show(f"{name} | {count} | giving way", giving_way(model, count, passes))
             show(f"{name} | {count} | two at once", two_at_once(name, count, 5.0))
         show(f"{name} | prompt | touched ahead", touching(model, max(passes // 3, 3)))
