@@ -85,7 +85,8 @@ def load(name: str, dtype: str = "", quantization: str = "") -> Model:
 @contextmanager
 def small_pages() -> Iterator[None]:
     """Within, memory of weights and caches lies in pages of 4 KiB."""
-    with mock.patch.object(mmap, "MADV_HUGEPAGE", mmap.MADV_NOHUGEPAGE):
+    nothing_left = mock.patch.object(huge_pages._Slabs, "left", torch.empty(0, dtype=torch.uint8))
+    with nothing_left, mock.patch.object(mmap, "MADV_HUGEPAGE", mmap.MADV_NOHUGEPAGE):
         yield
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -27,7 +28,7 @@ from kernels.cpu.products.packed_weight import packed_shape
 from kernels.cpu.products.records import Codes, Offset, Records, RecordWeight, Scale
 from kernels.int8_weight import GROUP, PANEL
 from octavo.bench import machine
-from worker_svc.host.huge_pages import HugePages
+from worker_svc.host.huge_pages import new_bytes
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = {"SmolLM2-135M": [(3072, 576), (576, 1536)], "Qwen3-0.6B": [(6144, 1024), (1024, 3072)]}
@@ -46,18 +47,18 @@ class Kind:
     kept_in: Records | torch.dtype
     are_rows_rounded: bool = False
 
-    def product(self, out_features: int, in_features: int, memory: HugePages) -> Product:
+    def product(self, out_features: int, in_features: int) -> Product:
         """One with a weight of its own."""
         if isinstance(self.kept_in, Records):
-            packed = memory.keep(_filled(*self.kept_in.packed_shape(out_features, in_features)))
+            packed = _filled(*self.kept_in.packed_shape(out_features, in_features))
             weight = RecordWeight(self.kept_in, packed, out_features, in_features)
             return Product.of_records(weight, None, are_rows_rounded=self.are_rows_rounded)
         if self.are_rows_rounded:
             shape = -(-out_features // PANEL), -(-in_features // GROUP), GROUP // 4, PANEL, 4
-            return Product.of_int8(memory.keep(_filled(*shape)), torch.ones(out_features), None, in_features)
+            return Product.of_int8(_filled(*shape), torch.ones(out_features), None, in_features)
         panels, *line, last = packed_shape(self.kept_in, out_features, in_features)
         packed = _filled(panels, *line, last * self.kept_in.itemsize).view(self.kept_in)
-        return Product.of_floats(memory.keep(packed), None, out_features, in_features)
+        return Product.of_floats(packed, None, out_features, in_features)
 
 
 _GGUF_SCALE, _ZERO = Scale.FLOAT16, Offset.ZERO
@@ -82,7 +83,7 @@ KINDS = [
 
 
 def _filled(*shape: int) -> torch.Tensor:
-    return torch.full(shape, _BYTE, dtype=torch.uint8)
+    return new_bytes(math.prod(shape)).view(shape).fill_(_BYTE)
 
 
 def measure(out_features: int, in_features: int, rounds: int) -> list[dict[str, Any]]:
@@ -91,13 +92,12 @@ def measure(out_features: int, in_features: int, rounds: int) -> list[dict[str, 
     fitting = [kind for kind in KINDS if _fits(kind, in_features)]
     products = {}
     for kind in fitting:
-        memory = HugePages()
-        first = kind.product(out_features, in_features, memory)
+        first = kind.product(out_features, in_features)
         copies = max(1, _BYTES // first.weight_bytes)
-        products[kind.name] = [first, *(kind.product(out_features, in_features, memory) for _ in range(copies))]
+        products[kind.name] = [first, *(kind.product(out_features, in_features) for _ in range(copies))]
     rows = {count: (torch.ones(count, in_features), torch.empty(count, out_features)) for count in ROWS}
     best = {(kind.name, count): float("inf") for kind in fitting for count in ROWS}
-    numbers, read_s = HugePages().keep(_filled(_BYTES)), float("inf")
+    numbers, read_s = _filled(_BYTES), float("inf")
     for _ in range(rounds):
         for kind in fitting:
             for count, (x, out) in rows.items():

@@ -178,7 +178,7 @@ def test_all_forms_of_heads_products_agree() -> None:
     weight, x = torch.randn(3, 20, 12, generator=generator), torch.randn(5, 3, 17, generator=generator)[..., 5:]
     exact = torch.einsum("hoi,thi->tho", weight.double(), x.double())
     for heads, device in (
-        (PackedHeads(weight, None), "cpu"),
+        (PackedHeads(weight), "cpu"),
         (BatchedHeads(weight.to(DEVICE)), DEVICE),
         (GroupedHeads(weight.to(DEVICE)), DEVICE),
     ):

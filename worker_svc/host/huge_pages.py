@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
 
 import numpy as np
 import torch
@@ -17,23 +18,21 @@ _SLAB_BYTES = 16 << 20  # tensors share slabs, as most are smaller than a page
 _ALIGNMENT = 64  # a cache line
 
 
-class HugePages:
-    """Gives memory for tensors; a slab is freed when the last tensor in it is gone."""
+class _Slabs:
+    """Where the next tensor goes: into what is left of the last slab, or a new one."""
 
-    def __init__(self) -> None:
-        self._free = torch.empty(0, dtype=torch.uint8)
+    left = torch.empty(0, dtype=torch.uint8)
+    lock = threading.Lock()
 
-    def new(self, num_bytes: int) -> torch.Tensor:
-        """u8[num_bytes], on a cache line; what is in it nobody knows."""
-        taken = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        if self._free.numel() < taken:
-            self._free = untouched_bytes(max(taken, _SLAB_BYTES))
-        place, self._free = self._free[:num_bytes], self._free[taken:]
-        return place
 
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy of a tensor on the CPU."""
-        return self.new(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+def new_bytes(num_bytes: int) -> torch.Tensor:
+    """u8[num_bytes], on a cache line; what is in it nobody knows. A slab is freed with the last tensor in it."""
+    taken = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    with _Slabs.lock, torch.inference_mode(False):  # others of the slab may be written outside of it
+        if _Slabs.left.numel() < taken:
+            _Slabs.left = untouched_bytes(max(taken, _SLAB_BYTES))
+        place, _Slabs.left = _Slabs.left[:num_bytes], _Slabs.left[taken:]
+    return place
 
 
 def untouched_bytes(num_bytes: int) -> torch.Tensor:

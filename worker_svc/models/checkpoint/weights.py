@@ -19,7 +19,7 @@ import torch
 
 from kernels.quantized_weight import QuantizedWeight
 from octavo.shared.terminal_row import ByteBar
-from worker_svc.host.huge_pages import HugePages, untouched_bytes
+from worker_svc.host.huge_pages import untouched_bytes
 from worker_svc.models.checkpoint.checkpoint_files import Tensors
 from worker_svc.models.checkpoint.stored_tensor import StoredTensor
 from worker_svc.models.errors import ModelError
@@ -38,7 +38,6 @@ class Weights(Protocol):
     dtype: torch.dtype  # the model's
     store: QuantizedStore | Fp8Store | None  # what quantises products; None: they stay in the model's dtype
     quantized: QuantizedProducts  # what makes products of weights that are quantised in the checkpoint
-    memory: HugePages  # for packed products
     is_batch_invariant: bool  # set by the loader: whether a row's products have the same bits in any batch
 
     def has(self, name: str) -> bool:
@@ -115,8 +114,7 @@ class CheckpointWeights:
         progress: ByteBar,
         store: QuantizedStore | Fp8Store | None = None,
     ) -> None:
-        self.store, self.memory = store, HugePages()
-        self.quantized = QuantizedProducts(device, dtype, self.memory)
+        self.store, self.quantized = store, QuantizedProducts(device, dtype)
         self._folder, self._left = folder, tensors
         self._quantized = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, QuantizedTensor)}
         self.dtype, self._device, self._progress = dtype, device, progress
@@ -269,8 +267,7 @@ class DummyWeights:
     def __init__(
         self, dtype: torch.dtype, device: torch.device, seed: int, store: QuantizedStore | Fp8Store | None = None
     ) -> None:
-        self.store, self.memory = store, HugePages()
-        self.quantized = QuantizedProducts(device, dtype, self.memory)
+        self.store, self.quantized = store, QuantizedProducts(device, dtype)
         self.dtype, self._device = dtype, device
         self._drawn_on = device if device.type == "cuda" else torch.device("cpu")
         self._seed, self._generator = seed, torch.Generator(self._drawn_on)

@@ -82,5 +82,5 @@ def take_router(weights: Weights, prefix: str, style: DecoderStyle, hidden: int,
         return Router(product, experts, kernels, None)
     weight = weights.take_float32(f"{prefix}{names.router}.weight", experts.num_experts, hidden)
     bias = weights.take_float32(prefix + names.router_bias, experts.num_experts) if experts.choice.is_biased else None
-    product = dense(weight, is_batch_invariant=weights.is_batch_invariant, memory=weights.memory)
+    product = dense(weight, is_batch_invariant=weights.is_batch_invariant)
     return Router(product, experts, kernels, bias)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from worker_svc.host.huge_pages import HugePages
 from worker_svc.models.products.packed_linear import packed_linear
 
 if TYPE_CHECKING:
@@ -29,9 +28,9 @@ class HeadProducts(Protocol):
 class PackedHeads:
     """See `HeadProducts`; on a CPU, head by head."""
 
-    def __init__(self, weight: torch.Tensor, memory: HugePages | None) -> None:
+    def __init__(self, weight: torch.Tensor) -> None:
         """weight [heads, outputs, inputs]."""
-        self._products: Sequence[Product] = [packed_linear(of_head, None, memory).product for of_head in weight]
+        self._products: Sequence[Product] = [packed_linear(of_head).product for of_head in weight]
         self.weight_bytes = sum(product.weight_bytes for product in self._products)
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor) -> None:
@@ -71,8 +70,8 @@ class GroupedHeads:
         out.copy_(made.view(num_heads, num_tokens, outputs).transpose(0, 1))
 
 
-def head_products(weight: torch.Tensor, *, is_batch_invariant: bool, memory: HugePages | None) -> HeadProducts:
+def head_products(weight: torch.Tensor, *, is_batch_invariant: bool) -> HeadProducts:
     """The form for the weight's device, as `dense` chooses; weight [heads, outputs, inputs]."""
     if weight.device.type == "cpu":
-        return PackedHeads(weight, memory)
+        return PackedHeads(weight)
     return GroupedHeads(weight) if is_batch_invariant else BatchedHeads(weight)

@@ -61,7 +61,7 @@ class LatentLayer(DecoderLayer):
         both = weights.take_parts([up], [config.num_heads * size], latent.latent_size, rows=rows)
         keys, values = both.view(-1, size, latent.latent_size).split([latent.plain_size, latent.value_size], dim=1)
         self._is_batch_invariant = weights.is_batch_invariant
-        form = partial(head_products, is_batch_invariant=self._is_batch_invariant, memory=weights.memory)
+        form = partial(head_products, is_batch_invariant=self._is_batch_invariant)
         self._into_latent, self._out_of_latent = form(keys.transpose(1, 2).contiguous()), form(values.contiguous())
 
     @property

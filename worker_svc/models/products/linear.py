@@ -97,4 +97,4 @@ def tied_linear(weights: Weights, name: str, weight: torch.Tensor) -> Linear:
 
 def _dense(weights: Weights, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     is_invariant = weights.is_batch_invariant
-    return dense(weight, bias, is_batch_invariant=is_invariant, memory=weights.memory, dtype=weights.dtype)
+    return dense(weight, bias, is_batch_invariant=is_invariant, dtype=weights.dtype)

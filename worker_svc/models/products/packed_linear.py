@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from worker_svc.host.huge_pages import HugePages
+from worker_svc.host.huge_pages import new_bytes
 from worker_svc.models.products.compiled_linear import CompiledLinear
 
 
 def packed_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    memory: HugePages | None = None,
     dtype: torch.dtype | None = None,
 ) -> CompiledLinear:
     """`dtype`: of rows (default: the weight's). A weight of bfloat16 may be for rows of float32.
@@ -24,7 +23,7 @@ def packed_linear(
     from kernels.cpu.products.layer_product import Product
     from kernels.cpu.products.packed_weight import pack, pack_pairs
 
-    memory, dtype = memory or HugePages(), dtype or weight.dtype
+    dtype = dtype or weight.dtype
     has_pairs = library().has_pairs and dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
-    packed = pack_pairs(weight, memory.new) if has_pairs else pack(weight, dtype, memory.new)
+    packed = pack_pairs(weight, new_bytes) if has_pairs else pack(weight, dtype, new_bytes)
     return CompiledLinear(Product.of_floats(packed, None if bias is None else bias.float(), *weight.shape))

@@ -28,7 +28,7 @@ from kernels.int8_weight import GROUP, PANEL, QUAD
 from kernels.quantized_weight import Numbers
 from octavo.models.safetensors_stream import PendingTensor, write_safetensors
 from octavo.shared.cache import cache_dir
-from worker_svc.host.huge_pages import HugePages
+from worker_svc.host.huge_pages import new_bytes
 from worker_svc.models.checkpoint.checkpoint_files import Tensors, open_checkpoint
 from worker_svc.models.checkpoint.stored_tensor import StoredTensor
 from worker_svc.models.config import ModelConfig
@@ -59,7 +59,7 @@ class QuantizedStore:
         self._heads = config.style.names.head, config.style.names.embedding  # the latter where it is tied
         self._may_have_four_bits = config.dtype == torch.float32
         self._parts: dict[str, dict[str, torch.Tensor]] = {}  # of each product, what is written of it
-        self._num_made, self._memory = 0, HugePages()
+        self._num_made = 0
         self._stored: Tensors = _read(path) if path is not None else {}
 
     @classmethod
@@ -85,7 +85,7 @@ class QuantizedStore:
             outputs = _small(stored[_OUTPUTS], 1, torch.int32)
             if outputs is None or int(outputs) != out_features:
                 return None  # what has this name is a part of the product, kept by itself
-            parts = _read_parts(stored, out_features, in_features, self._memory)
+            parts = _read_parts(stored, out_features, in_features)
             return self._add(name, parts, out_features, in_features)
         except (ModelError, OSError, ValueError, ZeroDivisionError) as error:  # the last of a group of no inputs
             path = None if self._file is None else str(self._file.path)
@@ -97,12 +97,12 @@ class QuantizedStore:
         from kernels.cpu.products import eight_bits, four_bits  # here, see `_product`
 
         self._num_made += 1
-        parts, new = {} if bias is None else {_BIAS: bias.float()}, self._memory.new
-        found = four_bits.find_four_bits(weight, new) if self._may_have_four_bits else None
+        parts = {} if bias is None else {_BIAS: bias.float()}
+        found = four_bits.find_four_bits(weight, new_bytes) if self._may_have_four_bits else None
         if found is None and self._group is not None and not name.endswith(self._heads):
-            found = four_bits.quantize_four_bits(weight, self._group, new)
+            found = four_bits.quantize_four_bits(weight, self._group, new_bytes)
         if found is None:
-            parts[_PACKED], parts[_SCALE] = eight_bits.quantize_eight_bits(weight, new)
+            parts[_PACKED], parts[_SCALE] = eight_bits.quantize_eight_bits(weight, new_bytes)
         else:
             records = found.records
             format_ = torch.tensor([records.codes, records.scale, records.offset, records.group], dtype=torch.int32)
@@ -174,9 +174,7 @@ def _format(fields: torch.Tensor) -> Records:
     return Records(Codes(codes), Scale(scale), Offset(offset), group)
 
 
-def _read_parts(
-    stored: dict[str, StoredTensor | None], out_features: int, in_features: int, memory: HugePages
-) -> dict[str, torch.Tensor]:
+def _read_parts(stored: dict[str, StoredTensor | None], out_features: int, in_features: int) -> dict[str, torch.Tensor]:
     """What `make` has kept. Raises ValueError and ZeroDivisionError for what is of other sizes or types, ModelError for
     what cannot be read."""
     packed, records = stored[_PACKED], _small(stored[_RECORDS], 4, torch.int32)
@@ -188,7 +186,7 @@ def _read_parts(
         raise ValueError(f"its weight is not one of {out_features} outputs of {in_features} inputs")
     if records is None and scale is None:
         raise ValueError("it has no scale")
-    weight = memory.new(math.prod(shape)).view(shape)
+    weight = new_bytes(math.prod(shape)).view(shape)
     packed.read_into(weight, [range(shape[0])], [range(shape[-1])])
     parts = {_BIAS: bias, _PACKED: weight, _SCALE: scale, _RECORDS: records}
     return {part: tensor for part, tensor in parts.items() if tensor is not None}

@@ -110,7 +110,7 @@ def _made(weights: Weights, part: _Part, is_exact: bool) -> Layer:
     if is_exact or not isinstance(store, QuantizedStore):
         if isinstance(weight, QuantizedWeight):
             return products.make(part.kind, weight, part.bias, is_batch_invariant=weights.is_batch_invariant)
-        return dense(weight, part.bias, memory=weights.memory, is_batch_invariant=weights.is_batch_invariant)
+        return dense(weight, part.bias, is_batch_invariant=weights.is_batch_invariant)
     if isinstance(weight, QuantizedWeight):
         if store.keeps(weight.numbers) and (product := products.with_rounded_rows(weight, part.bias)) is not None:
             return product

@@ -12,7 +12,7 @@ import torch
 
 from kernels.quantized_weight import Inputs, Numbers, QuantizedWeight
 from kernels.select import kernels_for
-from worker_svc.host.huge_pages import HugePages
+from worker_svc.host.huge_pages import new_bytes
 from worker_svc.models.products.compiled_linear import CompiledLinear
 from worker_svc.models.products.dense import dense
 from worker_svc.models.products.float_linear import FloatLinear
@@ -28,8 +28,8 @@ _TRIED_OUTPUTS = 192  # whole tiles of every device
 class QuantizedProducts:
     """Makes them, and says at the end which weights had to be expanded to the model's type."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, memory: HugePages) -> None:
-        self._device, self._dtype, self._memory = device, dtype, memory
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
         self._bytes_per_number: dict[tuple[str, int], float] = {}
         self._expanded: Counter[tuple[str, str]] = Counter()
 
@@ -40,7 +40,7 @@ class QuantizedProducts:
         if (product := self._few_bits(weight, bias, is_batch_invariant=is_batch_invariant)) is not None:
             return quantized_linear(product, weight.out_features)
         expanded = self.expanded(weight)
-        made = dense(expanded, bias, is_batch_invariant=is_batch_invariant, memory=self._memory)
+        made = dense(expanded, bias, is_batch_invariant=is_batch_invariant)
         if made.weight_bytes >= expanded.nbytes:  # numbers of few bits that a plain product keeps so are not expanded
             groups = "one scale an output" if weight.group >= weight.in_features else f"groups of {weight.group}"
             self.note_expanded(kind, f"there is no product of {weight.numbers.value} with {groups}")
@@ -84,7 +84,7 @@ class QuantizedProducts:
         self, weight: QuantizedWeight, bias: torch.Tensor | None, *, is_batch_invariant: bool = True
     ) -> QuantizedProduct | None:
         is_cpu = kernels_for(self._device).__name__ == "kernels.cpu"  # whose products are invariant in any case
-        options = {"new": self._memory.new} if is_cpu else {"may_expand": not is_batch_invariant}
+        options = {"new": new_bytes} if is_cpu else {"may_expand": not is_batch_invariant}
         product: QuantizedProduct | None = kernels_for(self._device).quantized_product(weight, bias, **options)
         return product
 
