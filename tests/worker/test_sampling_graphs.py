@@ -22,7 +22,7 @@ from worker_svc.sampling.last_tokens import LastTokens
 from worker_svc.sampling.row_samples import sample_rows
 from worker_svc.steps.graph_buffers import GraphBuffers
 from worker_svc.steps.model_runner import ModelRunner
-from worker_svc.steps.sampling_graphs import SamplingGraphs
+from worker_svc.steps.sampling_graphs import SamplingGraphs, row_counts
 from worker_svc.steps.step_timer import StepTimer
 
 MAX_SEQS, MAX_LEN, BLOCK_SIZE, MAX_TOKENS = 6, 64, 4, 32
@@ -78,13 +78,18 @@ class Run:
 
     @property
     def replays(self) -> tuple[list[int], list[int]]:
-        """Of graphs that take the largest and of those that draw: of 1, 2, 4 and 6 rows."""
+        """Of graphs that take the largest and of those that draw: of 1, 2, 4 and 6 rows, captured falling."""
         assert self._backend is not None
-        return self._backend.replays[:4], self._backend.replays[4:8]
+        return self._backend.replays[3::-1], self._backend.replays[7:3:-1]
 
 
 def tokens(outputs: worker_pb2.SequenceOutputs) -> list[int]:
     return tokens_of(worker_pb2.StepResult(outputs=outputs))
+
+
+def test_numbers_of_rows_rise_to_the_most() -> None:
+    assert [row_counts(most) for most in (1, 2, 6, 8, 256)][:4] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+    assert row_counts(300) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300]
 
 
 def test_draws_of_replayed_steps_are_those_of_kernels_launched_one_by_one() -> None:
@@ -183,7 +188,7 @@ def test_pads_and_what_a_larger_step_left_change_nothing() -> None:
 
 def test_more_rows_than_there_is_memory_for_are_launched_one_by_one() -> None:
     backend = ReplayedGraphs(torch.device("cpu"))
-    backend.taken = [10, 20, 30, 40, 50, 60, 70, 101]  # the last, of six rows that draw, was too much
+    backend.taken = [101, 10, 20, 30, 101, 40, 50, 60]  # the largest of both were too much
     buffers = GraphBuffers.new(torch.device("cpu"), MAX_SEQS, MAX_LEN // BLOCK_SIZE, 31)
     graphs = SamplingGraphs(backend, LastTokens("cpu"), buffers)
     graphs.capture(100)
@@ -196,30 +201,34 @@ def test_more_rows_than_there_is_memory_for_are_launched_one_by_one() -> None:
         states = SequenceStates(MAX_SEQS, MAX_LEN, BLOCK_SIZE, 96)
 
 
-@pytest.mark.parametrize("all_params", [[greedy()] * 5, MIXED_PARAMS], ids=["greedy", "drawn"])
-def test_on_the_kernels_of_a_gpu(
-    all_params: list[inference_pb2.SamplingParams], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One size for all steps, so that there are pads; two steps, the second of fewer rows."""
+def test_on_the_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy samplings and draws by turns, of two sizes, over the same buffers with NaN in the pads; none is read
+    before all have been launched."""
     monkeypatch.setitem(select._MODULES, "cpu", "kernels.gpu.operations")
-    monkeypatch.setattr("worker_svc.steps.sampling_graphs.batch_sizes", lambda most: [most])
+    monkeypatch.setattr("worker_svc.steps.sampling_graphs.row_counts", lambda most: [2, most])
     device, vocab_size = torch.device(DEVICE), 5001  # no multiple of a chunk
     buffers = GraphBuffers.new(device, MAX_SEQS, MAX_LEN // BLOCK_SIZE, vocab_size)
     last_tokens = LastTokens(device)
     graphs = SamplingGraphs((ReplayedGraphs if IS_INTERPRETED else CudaGraphBackend)(device), last_tokens, buffers)
     graphs.capture(GIB)
-    states = SequenceStates(MAX_SEQS, MAX_LEN, BLOCK_SIZE, MAX_SEQS * MAX_LEN // BLOCK_SIZE)
-    rows = states.apply(Run(has_graphs=False).prompts(all_params)).rows
-    for slots in ([0, 1, 2, 3, 4], [4, 1, 2]):
-        torch.manual_seed(len(slots))
+    torch.manual_seed(0)
+    expected, launched, put = [], [], []
+    for count, all_params in (
+        (5, MIXED_PARAMS),
+        (3, [greedy()] * 3),
+        (2, MIXED_PARAMS[3:]),
+        (1, [greedy()]),
+        (4, MIXED_PARAMS[1:]),
+    ):
+        states = SequenceStates(MAX_SEQS, MAX_LEN, BLOCK_SIZE, MAX_SEQS * MAX_LEN // BLOCK_SIZE)
+        rows = states.apply(Run(has_graphs=False).prompts(all_params)).rows
         buffers.logits.normal_().mul_(3)
-        logits = buffers.logits[: len(slots)]
+        buffers.logits[count:, ::7] = torch.nan
+        logits = buffers.logits[:count]
         assert graphs.suits(logits, states.sampling, rows)
-        expected = sample_rows(logits.clone(), states.sampling, rows)
-        drawn = graphs.run(states.sampling, rows)
-        buffers.logits.zero_()
+        expected.append(sample_rows(logits.clone(), states.sampling, rows))
+        launched.append(graphs.run(states.sampling, rows))
+        put.append(last_tokens.of(torch.arange(count, device=device)).tolist())
+    for before, sampled, drawn in zip(expected, put, launched, strict=True):
         found = drawn.on_host(tuple(tensor.cpu().numpy() for tensor in drawn.tensors))
-        assert found.token_ids.tolist() == expected.token_ids.tolist() and not found.bad_rows.size
-        assert last_tokens.of(torch.tensor(slots, device=device)).tolist() == expected.token_ids.tolist()
-        states.record_samples(rows, expected.token_ids)
-        rows = states.apply(decode(2, [4, 1, 2])).rows
+        assert found.token_ids.tolist() == before.token_ids.tolist() == sampled and not found.bad_rows.size

@@ -25,12 +25,15 @@ class _Slabs:
     lock = threading.Lock()
 
 
-def new_bytes(num_bytes: int) -> torch.Tensor:
-    """u8[num_bytes], on a cache line; what is in it nobody knows. A slab is freed with the last tensor in it."""
+def bytes_in_huge_pages(num_bytes: int) -> torch.Tensor:
+    """u8[num_bytes], on a cache line; what is in it nobody knows. A slab is freed with the last tensor in it, the
+    newest when there is another."""
     taken = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
     with _Slabs.lock, torch.inference_mode(False):  # others of the slab may be written outside of it
+        if taken >= _SLAB_BYTES:
+            return untouched_bytes(num_bytes)
         if _Slabs.left.numel() < taken:
-            _Slabs.left = untouched_bytes(max(taken, _SLAB_BYTES))
+            _Slabs.left = untouched_bytes(_SLAB_BYTES)
         place, _Slabs.left = _Slabs.left[:num_bytes], _Slabs.left[taken:]
     return place
 

@@ -75,11 +75,16 @@ def take_largest(logits: torch.Tensor, rows: npt.NDArray[np.int64]) -> Drawn:
     """What `draw` gives at temperature 0, without logprobs, for N samples from `rows` [N] of `logits` f32[R, vocab]."""
     num_rows = logits.shape[0]
     token_ids, largest = logits.new_empty(num_rows, dtype=torch.int64), logits.new_empty(num_rows)
-    kernels_for(logits.device).most_likely(token_ids, largest, logits)
+    find_largest(token_ids, largest, logits)
     if rows.size != num_rows:  # several from one row are the same
         (of_samples,) = upload(logits.device, rows)
         token_ids = token_ids[of_samples]
     return Drawn(token_ids, largest, rows, None, NO_SAMPLES)
+
+
+def find_largest(token_ids: torch.Tensor, largest: torch.Tensor, logits: torch.Tensor) -> None:
+    """Fills the first token i64[R] that has the largest of each row of `logits`, and that f32[R]: kernels alone."""
+    kernels_for(logits.device).most_likely(token_ids, largest, logits)
 
 
 def draw(logits: torch.Tensor, params: SamplingRows, draws: Draws, raw_logits: torch.Tensor | None = None) -> Drawn:

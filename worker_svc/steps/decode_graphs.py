@@ -6,7 +6,7 @@ a GPU runs them. A graph launches all of them at once, but always at the same ad
     host       token_ids positions slots seq_lens | pads     one pinned buffer, one copy
     device     token_ids positions slots seq_lens | pads     the first bytes of `inputs`, laid out as the graph has them
                block_tables [rows, blocks of the longest possible sequence], of which as many columns are filled as used
-               logits [rows, vocab]                          of all graphs; read before the next one is replayed
+               logits [rows, vocab]                          of all graphs; read before the next pass is replayed
 
 A pad has slot -1 and length 0: it is stored nowhere and attends to nothing. Large graphs share their memory: the
 largest is captured first, so that the others find theirs in it. The small ones, which gain the most and take the least,

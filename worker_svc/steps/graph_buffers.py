@@ -20,7 +20,7 @@ class GraphBuffers:
     """Of steps of up to S sequences."""
 
     block_tables: torch.Tensor  # i32[S, blocks of the longest sequence]
-    logits: torch.Tensor  # f32[S, vocab]; read before the next graph is replayed
+    logits: torch.Tensor  # f32[S, vocab]; read before the next pass is replayed
     scratch: Scratch | None  # of attention; None: it needs none
 
     @classmethod

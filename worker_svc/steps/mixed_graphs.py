@@ -101,7 +101,7 @@ class MixedGraphs:
         return self._step_of(arrays) is not None
 
     def run(self, arrays: InputArrays) -> torch.Tensor:
-        """Logits of a step that `suits`, f32[L, vocab]; they hold until the next run of any graph."""
+        """Logits of a step that `suits`, f32[L, vocab]; they hold until the next run of any pass."""
         step = self._step_of(arrays)
         assert step is not None, "it suits"
         num_rows, num_columns = arrays.block_tables.shape

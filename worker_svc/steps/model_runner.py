@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from worker_svc.models.loader import Model
 
 
+_SAMPLING_SHARE = 8  # of the memory for graphs an eighth at most: a pass that is launched by one call saves more
+
+
 class ModelRunner:
     """A model, its cache, and the way from resolved rows to an answer."""
 
@@ -163,7 +166,7 @@ class ModelRunner:
         )
         self._backend = self._graph_backend(self.device)  # counts what is taken from now on
         self._sampling_graphs = SamplingGraphs(self._backend, self._last_tokens, self._buffers)
-        self._sampling_graphs.capture(most_bytes)  # a few MB, and no rank waits for another in it
+        self._sampling_graphs.capture(most_bytes // _SAMPLING_SHARE)  # no rank waits for another in it
         self._graphs = DecodeGraphs(
             self._pass_over_cache(), self._backend, self._last_tokens, self._buffers, max_model_len=max_model_len
         )

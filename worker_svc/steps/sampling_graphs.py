@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.select import kernels_for
 from worker_svc.host.graph_backend import Graph, GraphBackend
 from worker_svc.host.uploads import pack, unpack
 from worker_svc.mirror.sampling_columns import SamplingColumns
@@ -29,8 +28,7 @@ from worker_svc.mirror.sequence_states import AppliedRows
 from worker_svc.sampling.last_tokens import LastTokens
 from worker_svc.sampling.row_maxima import RowMaxima
 from worker_svc.sampling.row_samples import RowSamples
-from worker_svc.sampling.sampler import NO_SAMPLES, Drawn, Draws, draw_columns, draw_tokens
-from worker_svc.steps.decode_graphs import batch_sizes, capture_order
+from worker_svc.sampling.sampler import NO_SAMPLES, Drawn, Draws, draw_columns, draw_tokens, find_largest
 from worker_svc.steps.graph_buffers import GraphBuffers
 from worker_svc.steps.graph_captures import capture_within
 
@@ -38,11 +36,18 @@ _NO_SLOTS = np.zeros(0, np.int64)
 _NO_COLUMNS = draw_columns(SamplingColumns(0).take(_NO_SLOTS), Draws(_NO_SLOTS, _NO_SLOTS, _NO_SLOTS))
 
 
+def row_counts(max_num_seqs: int) -> list[int]:
+    """Rows that graphs are captured for, ascending: 1, 2, 4, ..., and the largest possible. A pad costs little: a pass
+    over logits for the largest one."""
+    return [1 << power for power in range((max_num_seqs - 1).bit_length())] + [max_num_seqs]
+
+
 @dataclass(frozen=True, slots=True)
 class _CapturedSampling:
     """Of `num_rows` rows, and the inputs that it reads."""
 
     num_rows: int
+    draws: bool  # or takes the largest
     inputs: torch.Tensor  # u8, what one copy fills
     graph: Graph
 
@@ -64,55 +69,57 @@ class SamplingGraphs:
 
     @torch.inference_mode()
     def capture(self, most_bytes: int) -> None:
-        """Captures as many numbers of rows as `most_bytes` of the device's memory suffice for: the small ones, then the
-        largest and those between."""
-        for sizes in capture_order(batch_sizes(self._buffers.max_num_seqs)):
-            for kept, capture, name in (
-                (self._of_largest, self._capture_largest, "taking the largest"),
-                (self._of_draws, self._capture_draws, "drawing"),
-            ):
-                kept += capture_within(most_bytes, self._backend, sizes, capture, name)
-                kept.sort(key=lambda step: step.num_rows)
+        """Captures as many numbers of rows as `most_bytes` of the device's memory suffice for: the largest first, so
+        that the others find theirs in its memory."""
+        sizes = row_counts(self._buffers.max_num_seqs)[::-1]
+        of_largest = capture_within(most_bytes, self._backend, sizes, self._capture_largest, "greedy draw")
+        of_draws = capture_within(most_bytes, self._backend, sizes, self._capture_draws, "draw")
+        self._of_largest, self._of_draws = of_largest[::-1], of_draws[::-1]
 
     def suits(self, logits: torch.Tensor, sampling: SamplingColumns, rows: AppliedRows) -> bool:
         """Whether `logits` [L, vocab] lie where a graph has written them, each of the L rows draws one token and tells
-        nothing else, and there are graphs of as many rows."""
+        nothing else, and there is a graph of as many rows."""
         num_rows = len(logits)
         return (
             logits.data_ptr() == self._buffers.logits.data_ptr()
             and rows.sample_rows.size == num_rows
             and not rows.is_candidate.any()
             and not sampling.wants_logprobs[rows.slots[rows.sample_rows]].any()
-            and all(bool(steps) and num_rows <= steps[-1].num_rows for steps in (self._of_largest, self._of_draws))
+            and self._step_of(sampling, rows) is not None
         )
 
     def run(self, sampling: SamplingColumns, rows: AppliedRows) -> RowSamples:
         """Draws for `rows`, which `suits`, and puts the tokens into the last tokens."""
+        step = self._step_of(sampling, rows)
+        assert step is not None, "it suits"
         num_rows, slots = rows.sample_rows.size, rows.slots[rows.sample_rows]
-        steps, columns = self._of_largest, tuple[npt.NDArray[Any], ...]()
-        if not sampling.takes_largest[slots].all():
+        columns: tuple[npt.NDArray[Any], ...] = ()
+        if step.draws:
             draws = Draws(np.arange(num_rows), rows.sample_indices, rows.sample_positions)
-            steps, columns = self._of_draws, draw_columns(sampling.take(slots), draws)
-        step = next(step for step in steps if step.num_rows >= num_rows)
-        packed, _ = pack(
-            self._padded(step.num_rows, rows.sample_slots, columns), pin_memory=self._device.type == "cuda"
-        )
-        step.inputs.copy_(packed, non_blocking=True)
+            columns = draw_columns(sampling.take(slots), draws)
+        padded = self._padded(step.num_rows, rows.sample_slots, columns)
+        packed, _ = pack(padded, pin_memory=self._device.type == "cuda")
+        step.inputs.copy_(packed, non_blocking=True)  # raises where columns are of other types than when captured
         step.graph.replay()
         token_ids, largest = self._token_ids[:num_rows].clone(), self._largest[:num_rows].clone()
         nobody = np.zeros(num_rows, np.bool_)
         drawn = Drawn(token_ids, largest, np.arange(num_rows), None, NO_SAMPLES)
         return RowSamples(drawn, None, nobody, sampling.adjusts_logits[slots], rows.is_candidate, self._device)
 
+    def _step_of(self, sampling: SamplingColumns, rows: AppliedRows) -> _CapturedSampling | None:
+        takes_largest = sampling.takes_largest[rows.slots[rows.sample_rows]].all()
+        steps = self._of_largest if takes_largest else self._of_draws
+        return next((step for step in steps if step.num_rows >= rows.sample_rows.size), None)
+
     def _capture_largest(self, num_rows: int) -> _CapturedSampling:
         inputs, (slots,) = self._unpacked(num_rows, ())
 
         def work() -> None:
             token_ids, largest = self._token_ids[:num_rows], self._largest[:num_rows]
-            kernels_for(self._device).most_likely(token_ids, largest, self._buffers.logits[:num_rows])
+            find_largest(token_ids, largest, self._buffers.logits[:num_rows])
             self._last_tokens.put(slots, token_ids)
 
-        return _CapturedSampling(num_rows, inputs, self._backend.capture(work))
+        return _CapturedSampling(num_rows, False, inputs, self._backend.capture(work))
 
     def _capture_draws(self, num_rows: int) -> _CapturedSampling:
         inputs, (slots, *columns) = self._unpacked(num_rows, _NO_COLUMNS)
@@ -125,7 +132,7 @@ class SamplingGraphs:
             self._largest[:num_rows].copy_(maxima.largest)
             self._last_tokens.put(slots, token_ids)
 
-        return _CapturedSampling(num_rows, inputs, self._backend.capture(work))
+        return _CapturedSampling(num_rows, True, inputs, self._backend.capture(work))
 
     def _unpacked(
         self, num_rows: int, columns: tuple[npt.NDArray[Any], ...]

@@ -48,7 +48,7 @@ def pack(weight: torch.Tensor, rows: torch.dtype | None = None, new: NewBytes = 
     """`weight` [out_features, in_features], float32 or bfloat16, packed; its type and shape: see above.
 
     `rows`: the type of those that it is for (default: the weight's); few bits are looked for where that is float32.
-    `new`: gives the memory, as `HugePages.new` does.
+    `new`: gives the memory, as `bytes_in_huge_pages` does.
     """
     packed: torch.Tensor | None = None
     if (rows or weight.dtype) == torch.float32:

@@ -27,8 +27,8 @@ def quantized_product(
 ) -> Product | None:
     """The product x W^T + bias [N] of float32 and bfloat16 rows; None where only the dequantised weight has one.
 
-    `new` gives memory for what is read in every product, as `HugePages.new` does. None are weights whose inputs, or
-    groups of inputs, are no multiples of 32, and what `pack_quantized` refuses; of rounded rows also floats.
+    `new` gives memory for what is read in every product, as `bytes_in_huge_pages` does. None are weights whose
+    inputs, or groups of inputs, are no multiples of 32, and what `pack_quantized` refuses; of rounded rows also floats.
     """
     bias = None if bias is None else bias.float()
     are_rows_rounded = weight.inputs is Inputs.INT8

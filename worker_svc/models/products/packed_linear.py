@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from worker_svc.host.huge_pages import new_bytes
+from worker_svc.host.huge_pages import bytes_in_huge_pages
 from worker_svc.models.products.compiled_linear import CompiledLinear
 
 
@@ -25,5 +25,5 @@ def packed_linear(
 
     dtype = dtype or weight.dtype
     has_pairs = library().has_pairs and dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
-    packed = pack_pairs(weight, new_bytes) if has_pairs else pack(weight, dtype, new_bytes)
+    packed = pack_pairs(weight, bytes_in_huge_pages) if has_pairs else pack(weight, dtype, bytes_in_huge_pages)
     return CompiledLinear(Product.of_floats(packed, None if bias is None else bias.float(), *weight.shape))
