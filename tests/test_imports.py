@@ -260,7 +260,7 @@ def test_strings_that_name_modules_name_what_is_there() -> None:
 
 _NAMES = re.compile(rf"(?<![\w./-])({'|'.join((*PACKAGES, 'benchmarks', 'docs', 'tests'))})(\.\w+)+")
 # What looks like a module and is none: the public proto packages, a file, and what a test makes.
-NO_MODULES = ("octavo.v1", "octavo.yaml", "octavo.sentencepiece", "kernels.gpu.squared_relu")
+NO_MODULES = ("octavo.v1", "octavo.yaml", "octavo.sentencepiece", "kernels.gpu.rows.squared_relu")
 
 
 def _named(file: Path) -> Iterator[tuple[int, str]]:

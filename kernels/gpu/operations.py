@@ -7,14 +7,15 @@ Each operation is a file of its own: formula, memory layout, kernel and launcher
 from __future__ import annotations
 
 from kernels.gpu.attention.paged_attention import attention_scratch, attention_scratch_bytes, paged_attention
-from kernels.gpu.clamped_swiglu import clamped_swiglu
-from kernels.gpu.combine_experts import combine_experts
-from kernels.gpu.copy_blocks import copy_blocks
-from kernels.gpu.gelu import gelu, gelu_and_mul
-from kernels.gpu.grouped_matmul import grouped_matmul
+from kernels.gpu.cache.copy_blocks import copy_blocks
+from kernels.gpu.cache.reshape_and_cache import reshape_and_cache
+from kernels.gpu.cache.rotary_and_cache import rotary_and_cache
+from kernels.gpu.experts.combine_experts import combine_experts
+from kernels.gpu.experts.grouped_matmul import grouped_matmul
+from kernels.gpu.experts.route_experts import route_experts
+from kernels.gpu.experts.score_experts import score_experts
 from kernels.gpu.latent.latent_and_cache import latent_and_cache
 from kernels.gpu.latent.latent_attention import latent_attention
-from kernels.gpu.layer_norm import layer_norm
 from kernels.gpu.lora import lora_expand, lora_shrink
 from kernels.gpu.matmul import matmul
 from kernels.gpu.quantized.choice import quantized_product
@@ -22,11 +23,12 @@ from kernels.gpu.quantized.grouped_product import grouped_quantized_matmul
 from kernels.gpu.quantized.packed_codes import pack_experts
 from kernels.gpu.quantized.rounded_rms_norm import rounded_rms_norm
 from kernels.gpu.quantized.rounded_silu_and_mul import rounded_silu_and_mul
-from kernels.gpu.reshape_and_cache import reshape_and_cache
-from kernels.gpu.rms_norm import rms_norm
-from kernels.gpu.rotary import rotary
-from kernels.gpu.rotary_and_cache import rotary_and_cache
-from kernels.gpu.route_experts import route_experts
+from kernels.gpu.rows.clamped_swiglu import clamped_swiglu
+from kernels.gpu.rows.gelu import gelu, gelu_and_mul
+from kernels.gpu.rows.layer_norm import layer_norm
+from kernels.gpu.rows.rms_norm import rms_norm
+from kernels.gpu.rows.rotary import rotary
+from kernels.gpu.rows.silu_and_mul import silu_and_mul
 from kernels.gpu.sampling.chunk_maxima import chunk_maxima
 from kernels.gpu.sampling.draw_tokens import draw_tokens
 from kernels.gpu.sampling.kept_range import kept_range
@@ -34,8 +36,6 @@ from kernels.gpu.sampling.penalties import penalize
 from kernels.gpu.sampling.random_bits import uniforms
 from kernels.gpu.sampling.token_logprobs import token_logprobs
 from kernels.gpu.sampling.top_logits import top_logits
-from kernels.gpu.score_experts import score_experts
-from kernels.gpu.silu_and_mul import silu_and_mul
 
 # What torch does well already: no sampling follows that could use the maxima of chunks.
 from kernels.oracles.reference import most_likely

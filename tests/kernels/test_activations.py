@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 import torch
 
-from kernels.gpu.clamped_swiglu import clamped_swiglu
-from kernels.gpu.gelu import gelu, gelu_and_mul
-from kernels.gpu.silu_and_mul import silu_and_mul
+from kernels.gpu.rows.clamped_swiglu import clamped_swiglu
+from kernels.gpu.rows.gelu import gelu, gelu_and_mul
+from kernels.gpu.rows.silu_and_mul import silu_and_mul
 from kernels.oracles import reference
 from tests.kernels.device import DEVICE
 from tests.kernels.rows import DTYPES, TOLERANCE, gaps_are_untouched, normal, poisoned, strided

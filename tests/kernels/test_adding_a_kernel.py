@@ -26,11 +26,13 @@ def test_what_the_page_adds_works(blocks: Mapping[str, str], tmp_path: Path, mon
     oracle: dict[str, object] = {}
     exec(blocks["kernels/oracles/reference.py"], vars(reference), oracle)
     monkeypatch.setattr(reference, "squared_relu", oracle["squared_relu"], raising=False)
-    spec = importlib.util.spec_from_file_location("kernels.gpu.squared_relu", tmp_path / "squared_relu.py")
+    spec = importlib.util.spec_from_file_location("kernels.gpu.rows.squared_relu", tmp_path / "squared_relu.py")
     assert spec is not None and spec.loader is not None and spec.origin is not None
-    Path(spec.origin).write_text(blocks["kernels/gpu/squared_relu.py"])  # Triton reads a kernel's source in its file
+    Path(spec.origin).write_text(
+        blocks["kernels/gpu/rows/squared_relu.py"]
+    )  # Triton reads a kernel's source in its file
     kernel = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "kernels.gpu.squared_relu", kernel)
+    monkeypatch.setitem(sys.modules, "kernels.gpu.rows.squared_relu", kernel)
     spec.loader.exec_module(kernel)
     tests: dict[str, object] = {}
     exec(blocks["tests/kernels/test_squared_relu.py"], tests)

@@ -48,7 +48,7 @@ _NORMS = """
 import re
 import triton
 from kernels.bench.compiler import source_of
-from kernels.gpu import rms_norm
+from kernels.gpu.rows import rms_norm
 from kernels.gpu.quantized import rounded_rms_norm
 from triton.backends.compiler import GPUTarget
 

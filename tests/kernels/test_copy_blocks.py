@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.copy_blocks import copy_blocks
-from kernels.gpu.swap_blocks import block_major
+from kernels.gpu.cache.copy_blocks import copy_blocks
+from kernels.gpu.cache.swap_blocks import block_major
 from kernels.oracles import reference
 from tests.kernels.device import DEVICE
 from tests.kernels.stores import bits, store

@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from kernels.gpu.combine_experts import combine_experts
-from kernels.gpu.route_experts import route_experts
-from kernels.gpu.score_experts import score_experts
+from kernels.gpu.experts.combine_experts import combine_experts
+from kernels.gpu.experts.route_experts import route_experts
+from kernels.gpu.experts.score_experts import score_experts
 from kernels.oracles import reference
 from tests.kernels.device import DEVICE
 from tests.kernels.rows import DTYPES, gaps_are_untouched, normal, poisoned, strided

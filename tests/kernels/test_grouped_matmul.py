@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.grouped_matmul import grouped_matmul
+from kernels.gpu.experts.grouped_matmul import grouped_matmul
 from kernels.oracles import reference
 from tests.kernels.device import DEVICE, IS_INTERPRETED
 from tests.kernels.rows import DTYPES, gaps_are_untouched, normal, poisoned, strided

@@ -17,13 +17,15 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from benchmarks.stand_in_driver import StandInDriver
-from kernels.gpu import clamped_swiglu, grouped_matmul, matmul, score_experts
+from kernels.gpu import matmul
 from kernels.gpu.attention import joins, plans
+from kernels.gpu.experts import grouped_matmul, score_experts
 from kernels.gpu.latent import latent_and_cache, latent_attention
 from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.quantized import grouped_product
 from kernels.gpu.quantized.packed_codes import PackedCodes, pack_codes, stacked
-from kernels.gpu.rms_norm import rms_norm
+from kernels.gpu.rows import clamped_swiglu
+from kernels.gpu.rows.rms_norm import rms_norm
 from tests.kernels.device import DEVICE
 from tests.kernels.quantized_weights import q4_1
 

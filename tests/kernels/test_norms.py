@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.gpu.layer_norm import layer_norm
-from kernels.gpu.rms_norm import rms_norm
+from kernels.gpu.rows.layer_norm import layer_norm
+from kernels.gpu.rows.rms_norm import rms_norm
 from kernels.gpu.tiles import MAX_ROW
 from kernels.oracles import reference
 from tests.kernels.rows import DTYPES, TOLERANCE, gaps_are_untouched, normal, poisoned, strided

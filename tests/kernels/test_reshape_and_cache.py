@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.reshape_and_cache import reshape_and_cache
+from kernels.gpu.cache.reshape_and_cache import reshape_and_cache
 from kernels.oracles import reference
 from tests.kernels.device import DEVICE, IS_INTERPRETED
 from tests.kernels.stores import bits, store

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.rotary import rotary
+from kernels.gpu.rows.rotary import rotary
 from kernels.oracles import reference
 from tests.kernels.device import DEVICE
 from tests.kernels.rows import DTYPES, TOLERANCE, normal

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kernels import cpu
-from kernels.gpu import rotary_and_cache as module
-from kernels.gpu.rms_norm import rms_norm
+from kernels.gpu.cache import rotary_and_cache as module
+from kernels.gpu.rows.rms_norm import rms_norm
 from kernels.oracles import reference
 from tests.kernels.device import DEVICE, IS_INTERPRETED
 from tests.kernels.rows import normal

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.gpu import swap_blocks
-from kernels.gpu.swap_blocks import Run, block_major, cut
+from kernels.gpu.cache import swap_blocks
+from kernels.gpu.cache.swap_blocks import Run, block_major, cut
 from kernels.oracles import reference
 from tests.kernels.device import DEVICE
 from tests.kernels.stores import bits, store

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from kernels.gpu import swap_blocks
+from kernels.gpu.cache import swap_blocks
 from kernels.oracles import reference
 from worker_svc.cache import cuda_moves
 

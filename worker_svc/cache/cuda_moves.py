@@ -1,7 +1,8 @@
 """Copies and swaps of cache blocks on a GPU. Swaps go beside the steps: who needs a block waits for it, nobody else.
 
-A swap goes in pieces of what an area on the device holds (`kernels.gpu.swap_blocks`). Each way has some areas, used in
-turn, and two streams, so that one piece is on the bus while the next one is gathered or the last one is scattered:
+A swap goes in pieces of what an area on the device holds (`kernels.gpu.cache.swap_blocks`). Each way has some areas,
+used in turn, and two streams, so that one piece is on the bus while the next one is gathered or the last one is
+scattered:
 
     steps      ... step N │ step N + 1 ...                      steps      ... step N │ step N + 1 ...
     gathers               │ 1 │ 2 │   │ 3 │                     fetches    │  1  │  2  │   │  3  │
@@ -28,8 +29,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.gpu.copy_blocks import copy_blocks
-from kernels.gpu.swap_blocks import block_major, cut, from_host, gather, on_device, scatter, to_host
+from kernels.gpu.cache.copy_blocks import copy_blocks
+from kernels.gpu.cache.swap_blocks import block_major, cut, from_host, gather, on_device, scatter, to_host
 from worker_svc.host.timeline import Timeline
 
 Blocks = npt.NDArray[np.integer]

@@ -2,9 +2,9 @@
 
     out[i] = W[e] x[rows[i]] + bias[e],  starts[e] <= i < starts[e + 1]
 
-Arguments and grid are those of `kernels.gpu.grouped_matmul`, weights those of `packed_codes` with experts in front. A
-row's sum is one piece, in the same order in tiles of 16 rows as of 64: how many there are is chosen by how many rows an
-expert has on average.
+Arguments and grid are those of `kernels.gpu.experts.grouped_matmul`, weights those of `packed_codes` with experts in
+front. A row's sum is one piece, in the same order in tiles of 16 rows as of 64: how many there are is chosen by how
+many rows an expert has on average.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous, check_rows
-from kernels.gpu.grouped_matmul import grouped_matmul
+from kernels.gpu.experts.grouped_matmul import grouped_matmul
 from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.products import tile_of_program
 from kernels.gpu.quantized import expanded_weight as expanded

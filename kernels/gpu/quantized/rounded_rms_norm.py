@@ -16,7 +16,7 @@ from kernels.gpu.checks import check_contiguous, check_rows
 from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.quantized.rounded_rows import rounding_variant, store_rounded
 from kernels.gpu.quantized.rounding import RoundedRows, Rounding, scales_stride
-from kernels.gpu.rms_norm import normed
+from kernels.gpu.rows.rms_norm import normed
 from kernels.gpu.tiles import cdiv, whole_rows
 from kernels.gpu.variant import Variant
 

@@ -18,7 +18,7 @@ from kernels.gpu.checks import check_rows
 from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.quantized.rounded_rows import rounded_rows, rounding_variant, store_rounded
 from kernels.gpu.quantized.rounding import RoundedRows, Rounding, scales_stride
-from kernels.gpu.silu_and_mul import gated, silu_and_mul
+from kernels.gpu.rows.silu_and_mul import gated, silu_and_mul
 from kernels.gpu.tiles import cdiv, part_of_row, whole_rows
 from kernels.gpu.variant import Variant
 

@@ -57,7 +57,7 @@ class GroupedHeads:
 
     def __init__(self, weight: torch.Tensor) -> None:
         """weight [heads, outputs, inputs]."""
-        from kernels.gpu.grouped_matmul import grouped_matmul  # here: only workers with a GPU need Triton
+        from kernels.gpu.experts.grouped_matmul import grouped_matmul  # here: only workers with a GPU need Triton
 
         self._multiply, self._weight, self.weight_bytes = grouped_matmul, weight.contiguous(), weight.nbytes
 

@@ -5,7 +5,7 @@
 
     key, value [T, num_kv_heads, head_size], query [T, num_heads, head_size]    a token's heads contiguous, tokens apart
     key_cache, value_cache [num_blocks, num_kv_heads, block_size, head_size]    a block contiguous, blocks at any stride
-    cos_sin f32[max positions, rotary_size], slot_mapping and positions i64[T]  as in `kernels.gpu.rotary`
+    cos_sin f32[max positions, rotary_size], slot_mapping and positions i64[T]  as in `kernels.gpu.rows.rotary`
     query_norm, key_norm [head_size]                                            weights of the norms, in the heads' type
 
 Source: Su et al. 2021 (arXiv:2104.09864) for the rotation, Kwon et al. 2023 (arXiv:2309.06180) for slots. Programs of a
@@ -22,9 +22,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.gpu.cache.reshape_and_cache import check_caches
 from kernels.gpu.checks import check_alike, check_contiguous
 from kernels.gpu.launch import Launch, once_a_layout
-from kernels.gpu.reshape_and_cache import check_caches
 from kernels.gpu.tiles import cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.gpu.copy_blocks import copy_blocks
+from kernels.gpu.cache.copy_blocks import copy_blocks
 
 
 class Run(NamedTuple):

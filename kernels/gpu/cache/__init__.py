@@ -1,0 +1,1 @@
+"""What writes the paged cache and moves its blocks."""
