@@ -31,12 +31,12 @@ from gateway_svc.live.live_feeds import LiveFeeds
 from gateway_svc.upstream.schedulers import Schedulers
 from octavo.retrying import RetryPolicy
 from octavo.shared import log as logging
+from octavo.shared.access.exposure import check_exposure
+from octavo.shared.access.tls import ServerTls, TlsError, client_credentials, server_tls
 from octavo.shared.connections import allow_open_files
-from octavo.shared.exposure import check_exposure
 from octavo.shared.options import OptionError, environment_without_options, to_arguments
 from octavo.shared.ports import check_port_is_free, reserve_port
-from octavo.shared.supervisor import Child, Supervisor
-from octavo.shared.tls import ServerTls, TlsError, client_credentials, server_tls
+from octavo.shared.processes.supervisor import Child, Supervisor
 from octavo.shared.tracing.options import check_tracing_packages
 from octavo.shared.tracing.tracer import Tracer
 from octavo.shared.watched_files import LOOK_AGAIN_S

@@ -20,7 +20,7 @@ from scheduler_svc.requests.tenants import check_metadata_field
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from octavo.shared.tenant_limits import TenantTable
+    from octavo.shared.access.tenant_limits import TenantTable
     from octavo.shared.tracing.tracer import Tracer
     from scheduler_svc.output.prompt_log import PromptLog
     from scheduler_svc.requests.request_checks import TextSettings
@@ -410,7 +410,7 @@ class SchedulerConfig:
         `starts_without` a file that cannot be read."""
         if self.keys_file is None:
             return None
-        from octavo.shared.keys import TenantsOfFile  # and YAML with it, which no command line needs
+        from octavo.shared.access.keys import TenantsOfFile  # and YAML with it, which no command line needs
 
         return TenantsOfFile(self.keys_file, starts_without=starts_without).table
 

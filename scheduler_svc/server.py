@@ -12,9 +12,9 @@ from dataclasses import replace
 import structlog
 
 from octavo.shared import log as logging
-from octavo.shared.exposure import check_exposure
+from octavo.shared.access.exposure import check_exposure
+from octavo.shared.access.tls import server_tls
 from octavo.shared.options import OptionError
-from octavo.shared.tls import server_tls
 from octavo.shared.tracing.options import check_tracing_packages
 from scheduler_svc.api.authority import Authority
 from scheduler_svc.api.metrics_exporter import EngineCollector

@@ -1,7 +1,7 @@
 """Children of a process that is forked (`tests.forkserver`), which are forked like it: instead of `start_child`.
 
-They do not outlive it, read nothing and get no Ctrl-C, as `octavo.shared.child_process` says. Only the environment that
-is read at an import is not theirs.
+They do not outlive it, read nothing and get no Ctrl-C, as `octavo.shared.processes.child_process` says. Only the
+environment that is read at an import is not theirs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.forked_ranks import fork_ranks
 
 def fork_children(births: Connection, missing: Sequence[str]) -> None:
     """From now on in this process. `births` is told what each runs, and its process id; see `ForkedCommand`."""
-    from octavo.shared import supervisor
+    from octavo.shared.processes import supervisor
     from scheduler_svc.frontends import kept_processes
 
     async def start_child(

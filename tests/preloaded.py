@@ -15,7 +15,7 @@ for module in (
     "gateway_svc.server",
     "octavo.commands.scheduler",
     "octavo.commands.serve",
-    "octavo.shared.supervisor",
+    "octavo.shared.processes.supervisor",
     "tests.forked_children",
 ):
     importlib.import_module(module)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.shared.child_output import ChildOutput, Screen, environment
+from octavo.shared.processes.child_output import ChildOutput, Screen, environment
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from octavo.shared.child_process import Restarts
+from octavo.shared.processes.child_process import Restarts
 
 
 def test_pauses_double_up_to_the_longest_and_a_good_life_starts_them_anew(monkeypatch: pytest.MonkeyPatch) -> None:

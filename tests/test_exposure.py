@@ -8,7 +8,7 @@ import pytest
 
 from gateway_svc import server as gateway
 from gateway_svc.config import GatewayConfig
-from octavo.shared.exposure import check_exposure
+from octavo.shared.access.exposure import check_exposure
 from octavo.shared.options import OptionError
 from scheduler_svc import server as scheduler
 from scheduler_svc.config import SchedulerConfig

@@ -17,10 +17,10 @@ import pytest
 import yaml
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
-from octavo.shared.callers import Callers, UnknownCaller
-from octavo.shared.jwks import JwksError, KeySource, read_set
-from octavo.shared.jwt_callers import LEEWAY_S, MAX_CHARS, MAX_REMEMBERED, JwtCallers, TokenRefused, TokenRules
-from octavo.shared.keys import Keys, hash_of
+from octavo.shared.access.callers import Callers, UnknownCaller
+from octavo.shared.access.jwks import JwksError, KeySource, read_set
+from octavo.shared.access.jwt_callers import LEEWAY_S, MAX_CHARS, MAX_REMEMBERED, JwtCallers, TokenRefused, TokenRules
+from octavo.shared.access.keys import Keys, hash_of
 from octavo.shared.watched_files import LOOK_AGAIN_S
 
 NOW_S = 1_800_000_000.0

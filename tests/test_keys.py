@@ -14,8 +14,8 @@ import yaml
 
 from octavo.cli import main
 from octavo.client import Client
-from octavo.shared.callers import Callers, UnknownCaller
-from octavo.shared.keys import ROLES, Keys, KeysFileError, hash_of, new_key, read_keys
+from octavo.shared.access.callers import Callers, UnknownCaller
+from octavo.shared.access.keys import ROLES, Keys, KeysFileError, hash_of, new_key, read_keys
 from octavo.shared.watched_files import LOOK_AGAIN_S
 
 

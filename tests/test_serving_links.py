@@ -11,7 +11,7 @@ import pytest
 from octavo.serving.links import locked_links, private_folder
 from octavo.serving.plan import PlanError, ServeConfig, plan
 from octavo.shared.ports import free_port
-from octavo.shared.supervisor import Child
+from octavo.shared.processes.supervisor import Child
 from scheduler_svc.config import SchedulerConfig
 from worker_svc.config import WorkerConfig
 

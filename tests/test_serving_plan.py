@@ -10,7 +10,7 @@ import pytest
 
 from octavo.serving.plan import PlanError, ServeConfig, plan
 from octavo.shared.ports import PortInUse, free_port
-from octavo.shared.supervisor import Child
+from octavo.shared.processes.supervisor import Child
 from scheduler_svc.config import SchedulerConfig
 from worker_svc.config import WorkerConfig
 from worker_svc.host.memory import GIB

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from octavo.serving import plan as serving_plan
-from octavo.shared import supervisor as shared
-from octavo.shared.supervisor import Child, Supervisor
+from octavo.shared.processes import supervisor as shared
+from octavo.shared.processes.supervisor import Child, Supervisor
 from tests.processes import is_alive
 
 ROOT = Path(__file__).parents[1]
@@ -238,7 +238,7 @@ async def test_a_good_life_makes_up_for_all_earlier_ends(tmp_path: Path, monkeyp
 def test_nothing_is_left_when_the_supervisor_is_killed() -> None:
     program = f"""
         import asyncio, os
-        from octavo.shared.supervisor import Child, Supervisor
+        from octavo.shared.processes.supervisor import Child, Supervisor
         async def never(): await asyncio.sleep(600)
         child = lambda name, essential: Child(name, {SLEEP!r}, dict(os.environ), essential)
         asyncio.run(Supervisor([child("a", True), child("b", False)], never).run(print))

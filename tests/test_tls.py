@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from octavo.cli import main
-from octavo.shared.tls import ServerTls, TlsError, TlsFiles, check_name
+from octavo.shared.access.tls import ServerTls, TlsError, TlsFiles, check_name
 from octavo.shared.watched_files import LOOK_AGAIN_S
 
 

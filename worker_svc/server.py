@@ -24,11 +24,11 @@ import structlog
 from octavo.models.fetch import available
 from octavo.models.hub_cache import TOKENIZER, served_name
 from octavo.shared import log as logging
+from octavo.shared.access.exposure import check_exposure
+from octavo.shared.access.tls import ServerTls, server_tls
 from octavo.shared.connection_shares import ConnectionShares, watch
-from octavo.shared.exposure import check_exposure
 from octavo.shared.rpc import MAX_WORKER_CONNECTIONS, WORKER_SERVER_OPTIONS, add_introspection, bind
 from octavo.shared.signals import on_signal
-from octavo.shared.tls import ServerTls, server_tls
 from octavo.shared.tracing.options import check_tracing_packages
 from octavo.shared.tracing.tracer import new_tracer
 from protos import worker_pb2_grpc

@@ -20,8 +20,8 @@ from gateway_svc.config import GatewayConfig
 from gateway_svc.http.bounded_protocol import Bounds, bounded
 from gateway_svc.http.listening import listen_at
 from gateway_svc.http.metrics import GatewayMetrics
+from octavo.shared.access.tls import ServerTls
 from octavo.shared.ports import BindError, check_port_is_free, reserve_port
-from octavo.shared.tls import ServerTls
 
 log = structlog.get_logger()
 

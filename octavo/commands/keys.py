@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from octavo.shared.access.tenant_limits import LIMITS
 from octavo.shared.options import OptionError
-from octavo.shared.tenant_limits import LIMITS
 
 _HELP = (
     "requests a minute, a minute's worth of them at once after a pause",
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises OptionError for a file that cannot be used."""
-    from octavo.shared.keys import KeysFileError, alone_with
+    from octavo.shared.access.keys import KeysFileError, alone_with
 
     path: Path = arguments.file
     try:
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _change(path: Path, arguments: argparse.Namespace) -> None:
-    from octavo.shared.keys import check_sections, read_sections, write_sections
+    from octavo.shared.access.keys import check_sections, read_sections, write_sections
 
     is_new = arguments.action != "remove" and not path.exists()  # one of limits alone is for those who bring tokens
     sections: dict[str, Any] = {"keys": []} if is_new else read_sections(path)
@@ -86,7 +86,7 @@ _Changed = tuple[dict[str, Any], str, dict[str, Any]]  # the sections, what is p
 
 
 def _add(arguments: argparse.Namespace, sections: dict[str, Any]) -> _Changed:
-    from octavo.shared.keys import hash_of, new_key
+    from octavo.shared.access.keys import hash_of, new_key
 
     for number, former in enumerate(sections["keys"]):
         if former["name"] == arguments.name:
@@ -147,7 +147,7 @@ def _shown(limits: dict[str, Any]) -> str:
 
 
 def _print_all(path: Path, *, as_json: bool) -> None:
-    from octavo.shared.keys import check_sections, read_sections
+    from octavo.shared.access.keys import check_sections, read_sections
 
     sections = read_sections(path)
     callers = list(check_sections(sections, str(path)).callers.values())

@@ -60,7 +60,7 @@ def _serve(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig,
     import asyncio
 
     from octavo.shared import log
-    from octavo.shared.supervisor import Supervisor
+    from octavo.shared.processes.supervisor import Supervisor
 
     log.configure(scheduler.log_level)
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from octavo.errors import WorkerEnded
 from octavo.serving.plan import worker_environment
-from octavo.shared.child_output import ChildOutput, Screen, environment
 from octavo.shared.cores import available_cores
-from octavo.shared.end_with_parent import ends_with_parent
 from octavo.shared.options import to_arguments
 from octavo.shared.ports import LOOPBACK, free_port
+from octavo.shared.processes.child_output import ChildOutput, Screen, environment
+from octavo.shared.processes.end_with_parent import ends_with_parent
 
 if TYPE_CHECKING:
     from worker_svc.config import WorkerConfig

@@ -6,9 +6,9 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING
 
+from octavo.shared.access.tls import TlsError, shown_by
 from octavo.shared.options import OptionError
 from octavo.shared.ports import is_loopback
-from octavo.shared.tls import TlsError, shown_by
 
 if TYPE_CHECKING:
     from scheduler_svc.config import SchedulerConfig

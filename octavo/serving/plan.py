@@ -15,7 +15,7 @@ from octavo.shared.ports import LOOPBACK, check_port_is_free, free_port, free_po
 from octavo.shared.tracing.options import check_tracing_packages
 
 if TYPE_CHECKING:
-    from octavo.shared.supervisor import Child
+    from octavo.shared.processes.supervisor import Child
     from scheduler_svc.config import SchedulerConfig
     from worker_svc.config import WorkerConfig
 
@@ -130,7 +130,9 @@ def _gateway(serve: ServeConfig, address: str, scheduler: SchedulerConfig) -> Ch
 
 
 def _child(name: str, command: str, config: object, environment: Mapping[str, str], *, essential: bool) -> Child:
-    from octavo.shared.supervisor import Child  # and structlog: the worker of an `LLM` starts 40 ms sooner without
+    from octavo.shared.processes.supervisor import (
+        Child,  # and structlog: the worker of an `LLM` starts 40 ms sooner without
+    )
 
     arguments = [sys.executable, "-m", "octavo", command, *to_arguments(config)]
     return Child(name, arguments, environment, essential)

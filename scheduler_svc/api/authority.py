@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from octavo.shared.callers import Callers, UnknownCaller
-from octavo.shared.keys import CONTROL, INFERENCE, METRICS, ROLES, Caller, Keys, KeysFileError
+from octavo.shared.access.callers import Callers, UnknownCaller
+from octavo.shared.access.keys import CONTROL, INFERENCE, METRICS, ROLES, Caller, Keys, KeysFileError
 from octavo.shared.options import OptionError
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.errors import NotAllowed, Unauthenticated
 
 if TYPE_CHECKING:  # tokens are an option, and so are their libraries
-    from octavo.shared.jwks import KeySource
-    from octavo.shared.jwt_callers import JwtCallers
+    from octavo.shared.access.jwks import KeySource
+    from octavo.shared.access.jwt_callers import JwtCallers
 
 log = structlog.get_logger()
 
@@ -81,7 +81,7 @@ def _tokens(config: SchedulerConfig) -> JwtCallers:
         from cryptography.exceptions import InvalidSignature  # noqa: F401  # likewise
     except ImportError:
         raise OptionError("tokens need a library that is not installed: pip install 'octavo[jwt]'") from None
-    from octavo.shared.jwt_callers import JwtCallers, TokenRules
+    from octavo.shared.access.jwt_callers import JwtCallers, TokenRules
 
     rules = TokenRules(config.jwt_issuer, config.jwt_audience, config.jwt_tenant_claim, config.jwt_roles_claim)
     return JwtCallers(_source(config.jwt_jwks_file, config.jwt_jwks_url), rules)
@@ -90,7 +90,7 @@ def _tokens(config: SchedulerConfig) -> JwtCallers:
 @lru_cache(maxsize=4)
 def _source(path: Path | None, url: str) -> KeySource:
     """One for all servers of this process, as each asks the URL by a thread of its own. Raises OptionError."""
-    from octavo.shared.jwks import JwksError, KeySource
+    from octavo.shared.access.jwks import JwksError, KeySource
 
     try:
         return KeySource(path, url)

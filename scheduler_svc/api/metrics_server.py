@@ -21,11 +21,11 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from octavo.shared.callers import Callers, UnknownCaller
+from octavo.shared.access.callers import Callers, UnknownCaller
+from octavo.shared.access.keys import CONTROL, METRICS, Caller
+from octavo.shared.access.tls import ServerTls, server_tls
 from octavo.shared.few_lines import FewLines
-from octavo.shared.keys import CONTROL, METRICS, Caller
 from octavo.shared.ports import BindError
-from octavo.shared.tls import ServerTls, server_tls
 from octavo.shared.watched_files import LOOK_AGAIN_S
 from scheduler_svc.api.authority import Authority
 from scheduler_svc.config import SchedulerConfig

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import grpc
 
+from octavo.shared.access.tls import server_tls
 from octavo.shared.rpc import Health, add_introspection, bind
-from octavo.shared.tls import server_tls
 from scheduler_svc.api import inference_service
 from scheduler_svc.api.authority import Authority
 from scheduler_svc.api.grpc_server import new_server

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from octavo.shared.tenant_limits import TenantTable
+from octavo.shared.access.tenant_limits import TenantTable
 
 
 @dataclass(frozen=True, slots=True)

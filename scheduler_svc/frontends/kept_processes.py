@@ -1,8 +1,8 @@
 """Frontends and shards of a scheduler: child processes of one kind, started again for ever, whatever ends them.
 
-Not `octavo.shared.supervisor`, which is the whole of `octavo serve`: there one end may end all, who fails too often is
-given up, output and signals are its own, and children end on SIGTERM. Here the scheduler goes on serving whatever its
-children do, and they end with their link to it. How a child is started, and the pauses, are the same code.
+Not `octavo.shared.processes.supervisor`, which is the whole of `octavo serve`: there one end may end all, who fails too
+often is given up, output and signals are its own, and children end on SIGTERM. Here the scheduler goes on serving
+whatever its children do, and they end with their link to it. How a child is started, and the pauses, are the same code.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from octavo.shared.child_process import Restarts, start_child
 from octavo.shared.options import environment_without_options
+from octavo.shared.processes.child_process import Restarts, start_child
 from scheduler_svc.api.public_server import GRACE_S
 from scheduler_svc.vital_parts import VitalParts
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from octavo.shared.tenant_limits import BYTES, REQUESTS, RUNNING, TOKENS, UNLIMITED, WAITING, TenantLimits
+from octavo.shared.access.tenant_limits import BYTES, REQUESTS, RUNNING, TOKENS, UNLIMITED, WAITING, TenantLimits
 from scheduler_svc.errors import FieldViolation, InvalidRequest
 from scheduler_svc.limits.over_limit import OTHERS, OverLimit
 from scheduler_svc.limits.token_bucket import TokenBucket

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-from octavo.shared.tenant_limits import UNLIMITED, TenantLimits, TenantTable
+from octavo.shared.access.tenant_limits import UNLIMITED, TenantLimits, TenantTable
 from scheduler_svc.limits.tenant_account import Ask, TenantAccount
 
 MAX_IDLE = 1024  # tenants, before those that have nothing left to remember are forgotten

@@ -8,8 +8,8 @@ import signal
 import sys
 from collections.abc import Callable
 
-from octavo.shared.end_with_parent import ends_with_parent
 from octavo.shared.options import environment_without_options
+from octavo.shared.processes.end_with_parent import ends_with_parent
 from scheduler_svc.models.model_description import encode_models
 from scheduler_svc.models.served_models import ServedModels
 from scheduler_svc.requests import frames

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from scheduler_svc.errors import FieldViolation, InvalidRequest, NotAllowed, Unauthenticated
 
 if TYPE_CHECKING:  # a command line is read without it
-    from octavo.shared.callers import Callers
-    from octavo.shared.keys import Caller
+    from octavo.shared.access.callers import Callers
+    from octavo.shared.access.keys import Caller
 
 MAX_TENANT_CHARS = 256
 
@@ -70,7 +70,7 @@ class Tenants:
     @staticmethod
     def _caller(callers: Callers, metadata: Metadata | None) -> Caller:
         """Looked up for each request: a call of many may be older than what the file says now, or than its token."""
-        from octavo.shared.callers import UnknownCaller
+        from octavo.shared.access.callers import UnknownCaller
 
         try:
             caller = callers.of_metadata(metadata)

@@ -10,7 +10,7 @@ import grpc
 import structlog
 
 from octavo.shared import log as logging
-from octavo.shared.tenant_limits import TenantTable
+from octavo.shared.access.tenant_limits import TenantTable
 from protos import shards_pb2, shards_pb2_grpc
 from scheduler_svc.errors import InvalidRequest
 from scheduler_svc.frontends.frontend_messages import encode_over_limit

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from octavo.shared.tls import client_credentials
+from octavo.shared.access.tls import client_credentials
 
 
 @dataclass(frozen=True, slots=True)

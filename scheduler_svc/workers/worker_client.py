@@ -16,8 +16,8 @@ from typing import Protocol
 import grpc
 import structlog
 
+from octavo.shared.access.tls import TlsError
 from octavo.shared.rpc import WORKER_CHANNEL_OPTIONS
-from octavo.shared.tls import TlsError
 from protos import SCHEMA_REVISION, inference_pb2, worker_pb2, worker_pb2_grpc
 from scheduler_svc.leases.worker_claims import (
     MAX_TOKENIZER_BYTES,

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from google.rpc import error_details_pb2, status_pb2
 
-from octavo.shared.keys import hash_of
+from octavo.shared.access.keys import hash_of
 from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from octavo.shared.keys import hash_of
+from octavo.shared.access.keys import hash_of
 from tests.chromium import MISSING, Page, chromium, find_chromium
 from tests.fakes import FakeWorker
 from tests.gateway.running import Gateway, gateway

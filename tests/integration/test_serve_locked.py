@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from octavo.cli import main
-from octavo.shared.keys import hash_of
+from octavo.shared.access.keys import hash_of
 from protos import worker_pb2, worker_pb2_grpc
 from tests.integration.test_serve import Served, serving
 from tests.tiny_models import make_tiny_llama

@@ -12,7 +12,7 @@ import jwt
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from octavo.shared.jwt_callers import LEEWAY_S
+from octavo.shared.access.jwt_callers import LEEWAY_S
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from tests.fakes import FakeWorker

@@ -23,7 +23,7 @@ from octavo.bench.fleet.requests import Load
 from octavo.bench.fleet.simulation import Simulation
 from octavo.bench.fleet.worker import WorkerKind
 from octavo.cli import main
-from octavo.shared.tenant_limits import TenantLimits, TenantTable
+from octavo.shared.access.tenant_limits import TenantLimits, TenantTable
 from octavo.shared.tracing.context import TraceContext
 from protos import worker_pb2
 from scheduler_svc.config import SchedulerConfig

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from octavo.cli import main
-from octavo.shared.tls import ServerTls, TlsFiles
+from octavo.shared.access.tls import ServerTls, TlsFiles
 from scheduler_svc.api import metrics_server
 from scheduler_svc.api.metrics_server import MAX_CONNECTIONS, MetricsServer
 

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from octavo.shared.tenant_limits import TenantLimits, TenantTable
+from octavo.shared.access.tenant_limits import TenantLimits, TenantTable
 from protos import inference_pb2 as pb
 from protos import shards_pb2, shards_pb2_grpc
 from scheduler_svc.api import metrics_server

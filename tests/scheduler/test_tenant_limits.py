@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from octavo.shared.keys import KeysFileError, TenantsOfFile, read_file
-from octavo.shared.tenant_limits import BYTES, REQUESTS, RUNNING, TOKENS, WAITING, TenantLimits, TenantTable
+from octavo.shared.access.keys import KeysFileError, TenantsOfFile, read_file
+from octavo.shared.access.tenant_limits import BYTES, REQUESTS, RUNNING, TOKENS, WAITING, TenantLimits, TenantTable
 from octavo.shared.watched_files import LOOK_AGAIN_S
 from scheduler_svc.errors import InvalidRequest
 from scheduler_svc.limits.over_limit import OTHERS, OverLimit

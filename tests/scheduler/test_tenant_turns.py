@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from octavo.shared.tenant_limits import TenantLimits, TenantTable
+from octavo.shared.access.tenant_limits import TenantLimits, TenantTable
 from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.engine.load import Load
 from scheduler_svc.limits.over_limit import OverLimit

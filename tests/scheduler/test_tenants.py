@@ -9,8 +9,8 @@ import grpc
 import pytest
 import yaml
 
-from octavo.shared.callers import Callers
-from octavo.shared.keys import Keys, hash_of
+from octavo.shared.access.callers import Callers
+from octavo.shared.access.keys import Keys, hash_of
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from scheduler_svc.config import SchedulerConfig

@@ -14,8 +14,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
-from octavo.shared.child_process import start_child
 from octavo.shared.ports import free_port
+from octavo.shared.processes.child_process import start_child
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from scheduler_svc import server

@@ -8,9 +8,9 @@ import sys
 import threading
 from collections.abc import Callable
 
-from octavo.shared.end_with_parent import ends_with_parent
 from octavo.shared.options import environment_without_options, to_arguments
 from octavo.shared.ports import LOOPBACK, free_port
+from octavo.shared.processes.end_with_parent import ends_with_parent
 from worker_svc.config import WorkerConfig
 from worker_svc.parallel.membership import Membership
 from worker_svc.parallel.step_channel import SharedMemoryChannel

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import grpc
 
-from octavo.shared.tls import check_name
+from octavo.shared.access.tls import check_name
 from worker_svc.errors import StartupError
 
 HEALTH = "/grpc.health.v1.Health/"

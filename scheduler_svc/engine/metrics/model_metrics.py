@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from octavo.shared.tenant_limits import BYTES, REQUESTS, TOKENS, WAITING
+from octavo.shared.access.tenant_limits import BYTES, REQUESTS, TOKENS, WAITING
 from scheduler_svc.engine.metrics.metrics import Metrics
 from scheduler_svc.errors import DuplicateRequest, InvalidRequest, NotReady, QueueFull, RequestRefused, UnknownName
 from scheduler_svc.limits.over_limit import OTHERS as OTHER_TENANTS

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from octavo.shared.tenant_limits import TenantTable
+from octavo.shared.access.tenant_limits import TenantTable
 from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.limits.tenant_account import Ask
 from scheduler_svc.limits.tenant_ledger import TenantLedger

@@ -15,9 +15,9 @@ from typing import Any
 
 import jwt
 
-from octavo.shared.jwks import ALGORITHMS, KeySource
-from octavo.shared.keys import INFERENCE, ROLES, Caller
-from octavo.shared.tenant_limits import NAME
+from octavo.shared.access.jwks import ALGORITHMS, KeySource
+from octavo.shared.access.keys import INFERENCE, ROLES, Caller
+from octavo.shared.access.tenant_limits import NAME
 
 MAX_CHARS = 6144  # of a token: gRPC takes 8 KiB of metadata in all
 LEEWAY_S = 30.0  # that the clocks of issuer and server may differ

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from octavo.shared.keys import Caller, Keys
+from octavo.shared.access.keys import Caller, Keys
 
 if TYPE_CHECKING:  # a server without tokens does without their library
-    from octavo.shared.jwt_callers import JwtCallers
+    from octavo.shared.access.jwt_callers import JwtCallers
 
 _BEARER = "bearer "
 _WANTED = "no known key: metadata `authorization: Bearer KEY` is wanted"
@@ -53,7 +53,7 @@ class Callers:
             self.tokens.source.look_again()
 
     def _by_token(self, token: str) -> Caller | None:
-        from octavo.shared.jwt_callers import TokenRefused, looks_like_one
+        from octavo.shared.access.jwt_callers import TokenRefused, looks_like_one
 
         assert self.tokens is not None
         if not looks_like_one(token):

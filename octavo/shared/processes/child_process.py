@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
-from octavo.shared.end_with_parent import ends_with_parent
+from octavo.shared.processes.end_with_parent import ends_with_parent
 
 
 async def start_child(

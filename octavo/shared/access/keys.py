@@ -29,7 +29,7 @@ from typing import Any
 import structlog
 import yaml
 
-from octavo.shared.tenant_limits import NAME, TenantLimitsError, TenantTable, read_table
+from octavo.shared.access.tenant_limits import NAME, TenantLimitsError, TenantTable, read_table
 from octavo.shared.watched_files import WatchedFiles
 
 log = structlog.get_logger()

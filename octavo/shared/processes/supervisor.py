@@ -19,8 +19,8 @@ from typing import Any
 
 import structlog
 
-from octavo.shared.child_output import ChildOutput, Screen, environment
-from octavo.shared.child_process import Restarts, start_child
+from octavo.shared.processes.child_output import ChildOutput, Screen, environment
+from octavo.shared.processes.child_process import Restarts, start_child
 from octavo.shared.signals import on_signal
 
 log = structlog.get_logger()

@@ -1,0 +1,1 @@
+"""Child processes: started, watched, started again, ended with the one that started them."""
