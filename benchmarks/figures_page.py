@@ -35,9 +35,19 @@ ENGINE_NAMES = {"octavo": "Octavo", "openvino": "OpenVINO GenAI", "vllm": "vLLM"
 
 def newest(kind: str, slug: str = "*") -> dict[str, Any]:
     """The newest results of a kind; `kind` is empty for those of the workloads themselves."""
-    pattern = "-".join(part for part in ("????-??-??", kind, slug) if part)
-    found: dict[str, Any] = json.loads(max(RESULTS.glob(f"{pattern}.json")).read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads(_newest_path(kind, slug).read_text(encoding="utf-8"))
     return found
+
+
+def _newest_path(kind: str, slug: str) -> Path:
+    pattern = "-".join(part for part in ("????-??-??", kind, slug) if part)
+    return max(RESULTS.glob(f"{pattern}.json"))
+
+
+def dated(table: str, kind: str, slug: str = "*", about: str = "") -> str:
+    """A table of the newest results of a kind, below a line that says on what machine they were measured, and when."""
+    facts, day = newest(kind, slug)["machine"], _newest_path(kind, slug).name[: len("2026-01-01")]
+    return f"{facts['cpu']}, {facts['cores']} cores, {day}{about}:\n\n{table}"
 
 
 def blocks() -> dict[str, str]:
@@ -150,7 +160,8 @@ def _workloads() -> str:
         for row in found["rounds"]
     ]
     starts, steps, agreement = found["starts"], found["steps"], found["same_tokens_as_transformers"]
-    return workloads_report(found["machine"], starts, rows, steps, agreement)
+    report = workloads_report(found["machine"], starts, rows, steps, agreement)
+    return f"{found['date'][:10]}, {report}"
 
 
 def _number(value: Any) -> Any:
@@ -164,7 +175,7 @@ def _recovery() -> str:
         for row in newest("chaos")["from a fault to the next token"]
         if row["moment"] == "any"
     ]
-    return markdown_table(["fault", "runs", "p50", "longest"], rows)
+    return dated(markdown_table(["fault", "runs", "p50", "longest"], rows), "chaos")
 
 
 def _slow_network() -> str:
@@ -172,7 +183,9 @@ def _slow_network() -> str:
     for row in newest("chaos")["throughput over a slow network"]:
         by_delay.setdefault(row["delay_ms_each_way"], []).append(f"{row['tokens_per_s']:,.0f}")
     rows = [[f"{delay} ms", *speeds] for delay, speeds in by_delay.items()]
-    return markdown_table(["delay each way", "1 step in flight, tokens/s", "2 steps in flight, tokens/s"], rows)
+    return dated(
+        markdown_table(["delay each way", "1 step in flight, tokens/s", "2 steps in flight, tokens/s"], rows), "chaos"
+    )
 
 
 def _step_costs() -> str:
@@ -182,7 +195,9 @@ def _step_costs() -> str:
         [*(f"{row[place]:,}" for place in places), *(f"{row['us_per_step'][name]:,.0f} µs" for name in columns)]
         for row in newest("steps", "amd-epyc-2-cores")["rows"]
     ]
-    return markdown_table([name.replace("_", " ") for name in (*places, *columns)], rows)
+    return dated(
+        markdown_table([name.replace("_", " ") for name in (*places, *columns)], rows), "steps", "amd-epyc-2-cores"
+    )
 
 
 def _flight_recorder() -> str:
@@ -194,8 +209,7 @@ def _flight_recorder() -> str:
         ["what a step tells the recorder, alone", f"{results['recorder_alone_us_per_step']:.1f} µs"],
         [f"an image of the state, {sequences}", f"{results['image_us'] / 1e3:.1f} ms"],
     ]
-    about = f"{results['machine']['cpu']}, {results['machine']['cores']} cores, {results['date']}:"
-    return f"{about}\n\n{markdown_table(['', 'CPU time'], rows)}"
+    return dated(markdown_table(["", "CPU time"], rows), "flight-recorder")
 
 
 def _way_out() -> str:
@@ -207,14 +221,13 @@ def _way_out() -> str:
             p50, p99 = row["between_messages_p50_ms"], row["between_messages_p99_ms"]
             rows.append([*cells, f"{p50:.1f} / {p99:.0f} ms"])
     headers = ["", "streams", "messages/s", "tokens/s", "CPU s / 1,000 tokens", "of the core"]
-    return markdown_table([*headers, "between messages p50 / p99"], rows)
+    return dated(markdown_table([*headers, "between messages p50 / p99"], rows), "way-out")
 
 
 def _gateway_cost() -> str:
     """The medians, and of what."""
     results = newest("gateway")
-    about = f"{results['machine']['cpu']}, 2 cores, {results['date'][:10]}:"
-    return f"{about}\n\n{gateway.table(results['median'])}"
+    return dated(gateway.table(results["median"]), "gateway")
 
 
 def _tracing_cost() -> str:
@@ -228,7 +241,7 @@ def _loading() -> str:
         [row["what"], row["page_cache"], f"{row['seconds']:.2f} s", f"{row['peak_mb']:,} MB"]
         for row in newest("loading")["rows"]
     ]
-    return markdown_table(["", "file cache", "time", "peak memory"], rows)
+    return dated(markdown_table(["", "file cache", "time", "peak memory"], rows), "loading")
 
 
 def _ready() -> str:
@@ -240,13 +253,13 @@ def _ready() -> str:
             statistics.median(each[name] for each in row["rounds"]) for name in ("ready_s", "first_token_s", "peak_mb")
         )
         rows.append([row["kind"], f"{ready_s:.1f} s", f"{first_s:.1f} s", f"{peak_mb:,.0f} MB"])
-    about = f"{results['machine']['cpu']}, {results['machine']['cores']} cores, files in memory:"
-    return f"{about}\n\n{markdown_table(['weights', 'ready', 'first token', 'memory of the worker'], rows)}"
+    table = markdown_table(["weights", "ready", "first token", "memory of the worker"], rows)
+    return dated(table, "ready-llama-3.2-1b", ZEN5, ", files in memory")
 
 
 def _sampler() -> str:
     rows = [[row["kind"], f"{row['adjust_ms'] + row['sample_ms']:.0f} ms"] for row in newest("sampler")["kinds"]]
-    return markdown_table(["sampling", "256 rows of 128,256 tokens"], rows)
+    return dated(markdown_table(["sampling", "256 rows of 128,256 tokens"], rows), "sampler")
 
 
 def _quantization_quality() -> str:
@@ -260,7 +273,7 @@ def _quantization_quality() -> str:
             [row["weights"], quantization, f"{before:.2f}", f"{after:.2f}", f"{after / before - 1:+.1%}", *stay]
         )
     headers = ["weights", "", "perplexity, float32", "quantised", "change", "most likely tokens that stay"]
-    return markdown_table([*headers, "greedy tokens of W2 that stay"], rows)
+    return dated(markdown_table([*headers, "greedy tokens of W2 that stay"], rows), "quantization-quality")
 
 
 def _fp8_cache_quality() -> str:
@@ -270,7 +283,7 @@ def _fp8_cache_quality() -> str:
         same, divergence = f"{row['same_most_likely_token']:.1%}", f"{row['divergence']:.2g}"
         rows.append([row["model"], f"{row['largest']:.0f}", row["cache"], perplexity, same, divergence])
     headers = ["model", "largest number", "cache", "perplexity", "most likely tokens that stay", "divergence, nats"]
-    return markdown_table(headers, rows)
+    return dated(markdown_table(headers, rows), "fp8-cache-quality")
 
 
 def _step_profile() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.figures_page import markdown_table, newest
+from benchmarks.figures_page import dated, markdown_table, newest
 
 _WORDS = {"decode": "64 tokens of 64 sequences", "sampled": "64 tokens, with top-p, penalties and logprobs"}
 _WORDS |= {"drawn": "64 tokens, with temperature and top-p"}
@@ -14,22 +14,21 @@ _WORDS |= {"mixed": "32 of 32 sequences, a prompt of 32", "prompt": "a prompt of
 def blocks() -> dict[str, str]:
     """Markdown by the name of the place where it stands."""
     now, before = _rows(newest("gpu-host-time")), _rows(newest("gpu-host-before"))
-    return {
-        "gpu-host-time": markdown_table(
-            ["model", "step", "ms", "launches", "ms without graphs", "launches", "ms before", "launches"],
+    table = markdown_table(
+        ["model", "step", "ms", "launches", "ms without graphs", "launches", "ms before", "launches"],
+        [
             [
-                [
-                    model,
-                    _WORDS[kind],
-                    *_cells(row),
-                    *_cells(now[model, kind, False]),
-                    *_cells(before.get((model, kind, True))),
-                ]
-                for (model, kind, has_graphs), row in now.items()
-                if has_graphs
-            ],
-        )
-    }
+                model,
+                _WORDS[kind],
+                *_cells(row),
+                *_cells(now[model, kind, False]),
+                *_cells(before.get((model, kind, True))),
+            ]
+            for (model, kind, has_graphs), row in now.items()
+            if has_graphs
+        ],
+    )
+    return {"gpu-host-time": dated(table, "gpu-host-time")}
 
 
 def _rows(results: dict[str, Any]) -> dict[tuple[str, str, bool], dict[str, Any]]:
