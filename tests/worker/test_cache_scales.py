@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
-from kernels.gpu import reshape_and_cache, rotary_and_cache
 from kernels.gpu.attention import paged_attention
+from kernels.gpu.cache import reshape_and_cache, rotary_and_cache
 from octavo.cli import main
 from scheduler_svc.models.served_model import fingerprint_of
 from tests.tiny_models import make_tiny_model

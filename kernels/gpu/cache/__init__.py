@@ -1,1 +1,1 @@
-"""What writes the paged cache and moves its blocks."""
+"""What writes the paged cache and moves its blocks. What reads it is attention's."""
