@@ -175,7 +175,7 @@ def _medians(rows: Sequence[Figures]) -> list[Figures]:
         numbers = {
             field.name: statistics.median(getattr(row, field.name) for row in same)
             for field in fields(Figures)
-            if field.name not in ("workload", "over")
+            if field.name not in ("workload", "over", "streams")
         }
         medians.append(replace(same[0], **numbers))
     return medians

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.readme_figures import step_costs
+from benchmarks.readme_figures import report, step_costs
 from octavo.bench import machine, workloads
 from octavo.bench.figures import measure, percentile, table
 from octavo.bench.simulated_worker import answer
@@ -53,6 +53,15 @@ def test_ids_never_change() -> None:
     )
     assert hashlib.sha256(flat.encode()).hexdigest()[:16] == "10ef523fa8181c42"
     assert workloads.make("W2", VOCAB, seed=1) != workloads.make("W2", VOCAB)
+
+
+def test_a_report_of_several_rounds_has_their_medians() -> None:
+    """Of figures that an engine did not have, too."""
+    metrics = [RequestMetrics(arrival_ns=0, first_token_ns=10**6, token_times_ns=[10**6, 2 * 10**6])]
+    rows = [measure("W1", "LLM", 128, tokens, 10**9, metrics) for tokens in (100, 400, 300)]
+    facts = {"cpu": "a processor", "cores": 2, "memory_gib": 4, "packages": {}}
+    told = report(facts, [{"first_token_s": 2.0}], rows, [], {})
+    assert "| W1 | LLM | 300.0 |" in told and "2.0 s" in told
 
 
 def test_requests_of_one_s_own(tmp_path: Path) -> None:
