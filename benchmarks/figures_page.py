@@ -193,7 +193,7 @@ def _step_costs() -> str:
     places = ("sequences", "workers", "waiting", "cached_blocks")
     rows = [
         [*(f"{row[place]:,}" for place in places), *(f"{row['us_per_step'][name]:,.0f} µs" for name in columns)]
-        for row in newest("steps", "amd-epyc-2-cores")["rows"]
+        for row in newest("steps")["rows"]
     ]
     return dated(
         markdown_table([name.replace("_", " ") for name in (*places, *columns)], rows), "steps", "amd-epyc-2-cores"

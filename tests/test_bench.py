@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.readme_figures import report, step_costs
-from octavo.bench import machine, workloads
+from octavo.bench import machine, steps, workloads
 from octavo.bench.figures import measure, percentile, table
 from octavo.bench.simulated_worker import answer
 from octavo.cli import main
@@ -53,6 +53,14 @@ def test_ids_never_change() -> None:
     )
     assert hashlib.sha256(flat.encode()).hexdigest()[:16] == "10ef523fa8181c42"
     assert workloads.make("W2", VOCAB, seed=1) != workloads.make("W2", VOCAB)
+
+
+@pytest.mark.parametrize(("sequences", "workers"), [(1, 1), (130, 1), (130, 4), (9, 9)])
+def test_every_measured_step_decodes_all_sequences(sequences: int, workers: int) -> None:
+    """Prompts take several steps to begin with, and other requests wait for a place."""
+    found = steps.measure(sequences, workers, steps=5, waiting=7, cached_blocks=20)
+    assert all(len(times) == 5 and (times > 0).all() for times in found.us.values())
+    assert set(found.us) == {*steps.PHASES, "total"}
 
 
 def test_a_report_of_several_rounds_has_their_medians() -> None:

@@ -23,6 +23,7 @@ PHASES = ("schedule", "encode", "decode", "process")
 BLOCK_SIZE, FIRST_LENGTH = 16, 512
 WARM_UP_STEPS = 32
 STEPS_IN_FLIGHT = 2
+_START_STEPS = 64  # far more than computing all prompts takes
 VOCAB_SIZE = 50_000
 
 
@@ -69,6 +70,7 @@ def measure(sequences: int, workers: int = 1, steps: int = 256, waiting: int = 0
         times = [run.step() for _ in range(steps)]
     finally:
         gc.unfreeze()
+    run.check_all_decode()
     us = {name: np.array([step[name] for step in times]) / 1e3 for name in PHASES}
     us["total"] = np.sum([us[name] for name in PHASES], axis=0)
     return StepTimes(sequences, workers, waiting, cached_blocks, us)
@@ -99,14 +101,13 @@ class _Run:
         from scheduler_svc.routing.router import Router
 
         self._sequences = sequences
-        self._num_steps = steps + WARM_UP_STEPS + 2 * STEPS_IN_FLIGHT
+        self._num_steps = steps + WARM_UP_STEPS + 2 * STEPS_IN_FLIGHT + _START_STEPS
         self._waiting_count = waiting
         self._cached_blocks = cached_blocks
         self._router = Router(POLICIES["fcfs"], ServedTokens(), time.monotonic_ns)
         self._in_flight: list[deque[tuple[ScheduledRows, bytes]]] = [deque() for _ in range(workers)]
         self._rng = np.random.default_rng(0)
-        per_worker = -(-sequences // workers)
-        self._workers = [self._worker(per_worker) for _ in range(workers)]
+        self._workers = [self._worker(len(range(first, sequences, workers))) for first in range(workers)]
         self._step_id = 0
 
     def _worker(self, max_num_seqs: int) -> WorkerHandle:
@@ -130,22 +131,30 @@ class _Run:
     def start(self) -> None:
         """Computes all prompts, and fills queue and cache."""
         for number in range(self._sequences):
-            self._add(FIRST_LENGTH + number % BLOCK_SIZE)
+            self._add(number, FIRST_LENGTH + number % BLOCK_SIZE)
         while len(self._router.queues) or any(worker.scheduler.groups.prefilling for worker in self._workers):
             self.step()
-        for _ in range(self._waiting_count):
-            self._add(8)
+        for number in range(self._waiting_count):
+            self._add(number, 8)
         for worker in self._workers:
             _fill_cache(worker, self._cached_blocks)
 
-    def _add(self, num_tokens: int) -> None:
+    def check_all_decode(self) -> None:
+        """Raises RuntimeError where sequences have ended, or wait: steps were then smaller than they should be."""
+        running = sum(len(worker.scheduler.groups.running) for worker in self._workers)
+        if running != self._sequences:
+            raise RuntimeError(f"{running} of {self._sequences} sequences were decoded to the end")
+
+    def _add(self, number: int, num_tokens: int) -> None:
+        """Workers take turns: where a router would have put it, the speed of this machine decides."""
         from protos import inference_pb2
         from scheduler_svc.core.sequences.sequence import SequenceGroup
 
         prompt = self._rng.integers(0, VOCAB_SIZE, num_tokens, np.int32)
         params = inference_pb2.SamplingParams(seed=1)
         longest = self._workers[0].scheduler.columns.max_model_len
-        self._router.place(SequenceGroup("", prompt, params, max_num_tokens=longest, arrival_ns=0))
+        group = SequenceGroup("", prompt, params, max_num_tokens=longest, arrival_ns=0)
+        self._router.bind(group, self._workers[number % len(self._workers)], num_tokens)
 
     def step(self) -> dict[str, int]:
         """One step of every worker, as the step loop makes it; ns by phase."""
