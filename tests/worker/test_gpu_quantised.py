@@ -133,7 +133,8 @@ def test_zeros_for_biases_are_left_out_wherever_a_writer_puts_them(
 ) -> None:
     """AutoGPTQ gives every layer some."""
     monkeypatch.setitem(select._MODULES, "cpu", kernels)
-    made = make_family(family, tmp_path / "model", hidden_size=64, intermediate_size=96, **(changes | {"num_hidden_layers": 1}))
+    sizes = {"hidden_size": 64, "intermediate_size": 96, **changes, "num_hidden_layers": 1}
+    made = make_family(family, tmp_path / "model", **sizes)
     quantised, _ = write_quantised(made, tmp_path, FORMATS["gptq-v1"])
     tensors = load_file(path := quantised / "model.safetensors")
     modules = [name.removesuffix(".scales") for name in tensors if name.endswith(".scales")]
