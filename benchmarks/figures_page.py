@@ -195,9 +195,7 @@ def _step_costs() -> str:
         [*(f"{row[place]:,}" for place in places), *(f"{row['us_per_step'][name]:,.0f} µs" for name in columns)]
         for row in newest("steps")["rows"]
     ]
-    return dated(
-        markdown_table([name.replace("_", " ") for name in (*places, *columns)], rows), "steps", "amd-epyc-2-cores"
-    )
+    return dated(markdown_table([name.replace("_", " ") for name in (*places, *columns)], rows), "steps")
 
 
 def _flight_recorder() -> str:

@@ -8,12 +8,14 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import Phase, settings
 
+from tests import forkserver
 from tests.seconds import QUICK_S, ROOT, seconds_of_files
 
 HANGS_AFTER_S = 60.0  # what is over and does not end
@@ -39,6 +41,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--chaos-results", metavar="FILE", help="write what faults and latency cost, as JSON with hardware and date"
     )
     parser.addoption("--quick", action="store_true", help="only files that take a moment, by tests/seconds.json")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """The processes of `-n` have one fork server (`tests.forkserver`), whose imports take three seconds of a core."""
+    node.workerinput["fork_server"] = forkserver.address()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        forkserver.share(config.workerinput["fork_server"])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -6,19 +6,15 @@ environment that is read at an import is not theirs.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
-import signal
 import sys
-import threading
 from collections.abc import Mapping, Sequence
-from multiprocessing import parent_process
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 
 from tests import forkserver
+from tests.forked_process import ForkedProcess, ends_with_parent
 from tests.forked_ranks import fork_ranks
+from tests.forked_text_processes import fork_text_processes
 
 
 def fork_children(births: Connection, missing: Sequence[str]) -> None:
@@ -37,66 +33,26 @@ def fork_children(births: Connection, missing: Sequence[str]) -> None:
     for module in (supervisor, kept_processes):
         module.__dict__["start_child"] = start_child
     fork_ranks()
-    # Or the first child would start a fork server anew: this process knows the address of the one that it came from.
-    server = forkserver.forkserver._forkserver  # type: ignore[attr-defined]  # no stub has it
-    server.__dict__["ensure_running"] = lambda: None
+    fork_text_processes()
+    forkserver.is_there()
 
 
-class ForkedChild:
-    """What its keeper needs of an `asyncio.subprocess.Process`: a module that is run, with arguments."""
+class ForkedChild(ForkedProcess):
+    """A module that is run, with arguments."""
 
     def __init__(
         self, arguments: Sequence[str], environment: Mapping[str, str], stderr: int, missing: Sequence[str]
     ) -> None:
-        self.returncode: int | None = None
         with Connection(os.dup(stderr), readable=False) as said:
-            given = list(arguments), dict(environment), said, missing
-            self._process: BaseProcess = forkserver.CONTEXT.Process(target=_run, args=given)
-            self._process.start()
-        self._loop = asyncio.get_running_loop()
-        self._ended: asyncio.Future[int] = self._loop.create_future()
-        self._loop.add_reader(self._process.sentinel, self._on_end)
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    def _on_end(self) -> None:
-        self._loop.remove_reader(self._process.sentinel)
-        self._process.join()
-        self.returncode = self._process.exitcode
-        assert self.returncode is not None
-        self._ended.set_result(self.returncode)
-
-    async def wait(self) -> int:
-        return await asyncio.shield(self._ended)
-
-    def send_signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+            super().__init__(_run, (list(arguments), dict(environment), said, missing))
 
 
 def _run(arguments: list[str], environment: dict[str, str], said: Connection, missing: Sequence[str]) -> None:
     ends_with_parent()
+    fork_text_processes()  # of a frontend
+    forkserver.is_there()
     module, *options = arguments
     if module == "octavo":
         missing = () if options[0] == "worker" else forkserver.WITHOUT_TORCH
     forkserver.prepare(environment, said, missing)
     forkserver.run("octavo.cli" if module == "octavo" else module, options)
-
-
-def ends_with_parent() -> None:
-    """In the process that was forked, what the kernel does for a real child; and no Ctrl-C is meant for it."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.setpgid(0, 0)
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    assert parent is not None
-    parent.join()
-    os.kill(os.getpid(), signal.SIGKILL)

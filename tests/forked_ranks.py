@@ -52,7 +52,7 @@ class ForkedRank:
 
 
 def _run(arguments: list[str], environment: dict[str, str], said: Connection, shared: list[Connection]) -> None:
-    from tests.forked_children import ends_with_parent
+    from tests.forked_process import ends_with_parent
     from worker_svc.parallel.started_ranks import CHANNEL
 
     ends_with_parent()

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from octavo.serving.plan import waiting_threads
 
@@ -37,14 +37,45 @@ def start() -> None:
         os.environ.update(before)
 
 
+def address() -> str:
+    """Where this process's server is asked, for others to `share` it. Started here, if it was not, it writes nothing to
+    standard output, which may be a pipe whose reader waits for its end."""
+    output, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, 1)
+        start()
+    finally:
+        os.dup2(output, 1)
+        os.close(output)
+        os.close(nothing)
+    found: str = _server()["_forkserver_address"]
+    return found
+
+
+def share(address: str) -> None:
+    """Processes are forked by the server of another process, which outlives this one."""
+    _server()["_forkserver_address"] = address
+    _server()["_forkserver_alive_fd"], _ = os.pipe()  # what is forked gets one end: its own server would end with it
+    is_there()
+
+
+def is_there() -> None:
+    """The server whose address this process has runs: the first process that it asks for would start another."""
+    _server()["ensure_running"] = forkserver.__dict__["ensure_running"] = lambda: None
+
+
+def _server() -> dict[str, Any]:
+    state: dict[str, Any] = vars(forkserver._forkserver)
+    return state
+
+
 class ForkedCommand:
     """`octavo ARGUMENTS`, with what tests need of a `subprocess.Popen`.
 
     `stderr`: a descriptor that it gets as its own; `stdout`, too, where it is given. `missing`: modules that raise
     ImportError there from now on. `module`: another one whose `main` is run. `environment`: in place of ours.
 
-    Its children are forked as well, unless `forks_children` is False; what only reads and writes pipes, as text
-    processes do, is started as ever.
+    Its children are forked as well, unless `forks_children` is False.
     """
 
     def __init__(

@@ -11,6 +11,7 @@ for module in (
     "worker_svc.server",
     "scheduler_svc.server",
     "scheduler_svc.frontend_process",
+    "scheduler_svc.requests.text_process",
     "scheduler_svc.shards.shard_process",
     "gateway_svc.server",
     "octavo.commands.scheduler",

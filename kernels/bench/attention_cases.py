@@ -26,7 +26,8 @@ _DECODES = ((8, 1024), (64, 1024), (128, 1024), (256, 1024), (32, 4096), (16, 32
 _PREFILLS = ((1, 4096, 0), (4, 4096, 0), (1, 8192, 0), (1, 16384, 0), (1, 2048, 6144), (8, 512, 3584))
 # Few new tokens after a long context: a turn of a chat, tokens that were guessed. (sequences, new tokens, context)
 _FEWS = ((1, 32, 32768), (1, 8, 131072), (1, 256, 65536), (16, 32, 8192))
-_LLAMA, _GEMMA = (NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE), (16, 8, 256)  # heads, key/value heads, their size
+# Heads, key/value heads, their size.
+_LLAMA, _GEMMA, _TINY = (NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE), (16, 8, 256), (8, 2, 32)
 _FLEX_SHAPES = ((64, 1, 1024), (16, 1, 32768), (1, 4096, 4096), (1, 2048, 8192))  # each is compiled for many seconds
 _LARGE_BYTES = 512 << 20  # of keys and values: from here on decode attention should reach the bandwidth of a copy
 _PRODUCT = (4096, 4096, 4096)  # whose rate stands for the card's matrix units
@@ -46,7 +47,8 @@ def cases(setting: Setting) -> Iterator[Case]:
         yield _prefill(setting, 1, 4096, 0, _GEMMA)
 
 
-def _decode(setting: Setting, num_seqs: int, context: int, heads: Heads = _LLAMA) -> Case:
+def _decode(setting: Setting, num_seqs: int, context: int, heads: Heads | None = None) -> Case:
+    heads = heads or _usual(setting)
     num_bytes = _bytes(setting, num_seqs, 1, context, heads)
     is_large = num_seqs > 1 and num_bytes >= _LARGE_BYTES
     return Case(
@@ -61,24 +63,35 @@ def _decode(setting: Setting, num_seqs: int, context: int, heads: Heads = _LLAMA
 
 def _few(setting: Setting, num_seqs: int, query_len: int, before: int) -> Case:
     """Bound by reading keys and values; the goal is 1.5 times as long."""
+    heads = _usual(setting)
     return Case(
         op="paged_attention",
         shape=f"few {num_seqs} x {query_len:,} after {before:,}",
-        num_bytes=_bytes(setting, num_seqs, query_len, query_len + before, _LLAMA),
-        flops=4 * num_seqs * NUM_HEADS * HEAD_SIZE * query_len * before,
-        build=lambda: _calls(setting, num_seqs, query_len, query_len + before, _LLAMA),
+        num_bytes=_bytes(setting, num_seqs, query_len, query_len + before, heads),
+        flops=4 * num_seqs * heads[0] * heads[2] * query_len * before,
+        build=lambda: _calls(setting, num_seqs, query_len, query_len + before, heads),
         goal=Goal(1 / 1.5),
     )
 
 
+def _usual(setting: Setting) -> Heads:
+    return _TINY if setting.is_tiny else _LLAMA
+
+
 def _said(heads: Heads) -> str:
-    return "" if heads == _LLAMA else f", heads of {heads[2]}"
+    return "" if heads in (_LLAMA, _TINY) else f", heads of {heads[2]}"
 
 
 def _prefill(
-    setting: Setting, num_seqs: int, query_len: int, before: int, heads: Heads = _LLAMA, has_other_loop: bool = False
+    setting: Setting,
+    num_seqs: int,
+    query_len: int,
+    before: int,
+    heads: Heads | None = None,
+    has_other_loop: bool = False,
 ) -> Case:
     """`has_other_loop`: segments are joined where the card's own tiling has a loop each, or the other way round."""
+    heads = heads or _usual(setting)
     pairs = query_len * before + query_len * (query_len + 1) // 2  # of query and key, in one sequence and head
     shape = f"prefill {num_seqs} x {query_len:,}{_said(heads)}{', other loop' * has_other_loop}"
     return Case(

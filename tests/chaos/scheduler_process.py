@@ -22,15 +22,18 @@ CALL_S = 5.0
 
 
 class SchedulerProcess:
-    """Started at once; `wait_for_workers` before use."""
+    """Started at once; `wait_for_workers` before use. What it starts is forked as well, if it `forks_children`."""
 
-    def __init__(self, workers: Sequence[str], options: Sequence[str], log: Path) -> None:
+    def __init__(
+        self, workers: Sequence[str], options: Sequence[str], log: Path, *, forks_children: bool = True
+    ) -> None:
         port = free_port()
         self.address = f"127.0.0.1:{port}"
         self.log = log
-        arguments = ["scheduler", f"--port={port}", *(f"--worker={address}" for address in workers), *options]
+        arguments = ["scheduler", f"--port={port}", *(f"--worker={address}" for address in workers)]
+        arguments += ["--text-processes=1", *options]
         with log.open("wb") as file:
-            self._process = ForkedCommand(arguments, file.fileno(), WITHOUT_TORCH, forks_children=False)
+            self._process = ForkedCommand(arguments, file.fileno(), WITHOUT_TORCH, forks_children=forks_children)
         self._channel = grpc.insecure_channel(self.address)
         self._control = inference_pb2_grpc.ControlStub(self._channel)
 

@@ -155,9 +155,10 @@ def bench(model: Path, logs: Path, *scheduler_options: str) -> Iterator[Bench]:
         for worker in workers:
             worker.wait_until_ready()
         metrics = free_port()
-        options = (f"--metrics-port={metrics}", "--log-level=warning", *scheduler_options)
+        options = (f"--metrics-port={metrics}", "--log-level=warning", "--text-processes=2", *scheduler_options)
         address = f"127.0.0.1:{workers[0].port}"
-        schedulers.append(SchedulerProcess([address], options, logs / "scheduler.log"))
+        # Its own children, whose memory is looked at.
+        schedulers.append(SchedulerProcess([address], options, logs / "scheduler.log", forks_children=False))
         schedulers[0].wait_for_workers(1)
         command = [sys.executable, "-m", "tests.fuzz.neighbour", schedulers[0].address]
         neighbour = subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -237,7 +237,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     }
     service = Service(folder, names)
     commands: tuple[tuple[str, dict[str, str]], ...] = (
-        (WORKER, {"OCTAVO_KV_CACHE_MEMORY": "0.05", "OCTAVO_NUM_THREADS": "1"}),
+        # An answer of which a program does not say how long it is to be ends with the model's length.
+        (WORKER, {"OCTAVO_KV_CACHE_MEMORY": "0.05", "OCTAVO_NUM_THREADS": "1", "OCTAVO_MAX_MODEL_LEN": "384"}),
         (
             SCHEDULER,
             {

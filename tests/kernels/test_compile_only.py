@@ -6,7 +6,7 @@ import json
 import os
 import re
 import subprocess
-import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,83 +19,35 @@ from kernels.bench.machine_code import Loop, main_loop, spills_in_products
 from kernels.bench.targets import TARGETS, parse
 from kernels.gpu.variant import Variant
 from octavo.cli import main
-
-# In a process where Triton's interpreter is off: resources of toys as reported, and as their machine code has them.
-_INSPECT = """
-import json, subprocess, sys, tempfile
-import triton
-from kernels.bench.compiler import compile_variant, source_of
-from kernels.bench.targets import TARGETS
-from triton.backends.compiler import GPUTarget
-
-for op, name in (("toys.add", "add bf16"), ("faulty_toys.spilling", "spilling, allowed")):
-    module = __import__(f"tests.kernels.{op}", fromlist=["variants"])
-    variant = next(variant for variant in module.variants() if variant.name == name)
-    said = compile_variant("toy", variant, TARGETS["sm_90"])
-    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
-    kernel = triton.compile(source_of(variant), target=GPUTarget("cuda", 90, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        cuobjdump = triton.knobs.nvidia.cuobjdump.path
-        usage = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-        code = subprocess.run([cuobjdump, "-sass", file.name], capture_output=True, text=True, check=True).stdout
-    print(json.dumps({"said": said.as_dict(), "usage": usage, "local_stores": code.count("STL")}))
-"""
-
-# How the sums of both norms are laid out over threads, and in how many operations they are made of squares.
-_NORMS = """
-import re
-import triton
-from kernels.bench.compiler import source_of
-from kernels.gpu.rows import rms_norm
-from kernels.gpu.quantized import rounded_rms_norm
-from triton.backends.compiler import GPUTarget
-
-for variant in (*rms_norm.variants(), *rounded_rms_norm.variants()):
-    if variant.name in ("rms_norm bf16 4096 residual", "rounded_rms_norm fp8e4nv 4096"):
-        options = {"num_warps": variant.num_warps}
-        kernel = triton.compile(source_of(variant), target=GPUTarget("cuda", 90, 32), options=options)
-        ir = kernel.asm["ttgir"]
-        operand = re.search(r"addf.*?: \\(tensor<(\\S+), (#\\w+)>\\) ->", ir, re.S)
-        layout = re.search(f"^{operand[2]} = (.*)$", ir, re.M)[1]
-        print(operand[1], layout, kernel.asm["ptx"].count("fma.rn.f32"))
-"""
-
-# Loops of both kernels of attention on a card that multiplies out of registers.
-_ATTENTION = """
-import subprocess, tempfile
-import triton
-from kernels.bench.compiler import source_of
-from kernels.bench.machine_code import disassembled, main_loop
-from kernels.gpu.attention.kinds import variants_of_all
-from triton.backends.compiler import GPUTarget
-
-for variant in variants_of_all():
-    is_meant = "bf16 head 128 group 4 block 16 tile" in variant.name and " join " not in variant.name
-    if is_meant and 80 in variant.capabilities:
-        options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "maxnreg": variant.max_registers}
-        kernel = triton.compile(source_of(variant), target=GPUTarget("cuda", 80, 32), options=options)
-        loop = main_loop(disassembled(kernel.asm["cubin"]))
-        print(loop.barriers, loop.copies_under_way, loop.spills, kernel.asm["ttgir"].count("warpsPerCTA = [1, "))
-"""
+from tests.forkserver import ForkedCommand
 
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Of a process that compiles, with an empty cache."""
+    """Of a process that compiles: Triton's interpreter is off, and its cache empty."""
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return {**kept, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
 
 
+def run(environment: dict[str, str], module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The module's `main` in a process that is forked with torch, and without Triton, imported."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = ForkedCommand(arguments, err.fileno(), stdout=out.fileno(), module=module, environment=environment)
+        try:
+            code = process.wait(110)
+        finally:
+            process.kill()
+        for file in (out, err):
+            file.seek(0)
+        return subprocess.CompletedProcess(process.args, code, out.read(), err.read())
+
+
 def run_compile_all(environment: dict[str, str], *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kernels.bench.compile_all", "--jobs", "2", *flags]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return run(environment, "kernels.bench.compile_all", "--jobs", "2", *flags)
 
 
 def test_what_is_reported_is_what_the_machine_code_has(environment: dict[str, str]) -> None:
-    command = [sys.executable, "-c", _INSPECT]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = run(environment, "tests.kernels.compiled", "resources")
     assert done.returncode == 0, done.stderr
     for line, spills in zip(done.stdout.splitlines(), (False, True), strict=True):
         found = json.loads(line)
@@ -108,15 +60,14 @@ def test_what_is_reported_is_what_the_machine_code_has(environment: dict[str, st
 def test_rows_of_attention_stay_with_their_warps(environment: dict[str, str]) -> None:
     """No row's keys are shared out to warps, in whose order their sum would depend on the kernel, and no weights pass
     through shared memory: the only barriers of the loop are for copies. Copies go on over the border of a segment."""
-    command = [sys.executable, "-c", _ATTENTION]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = run(environment, "tests.kernels.compiled", "loops_of_attention")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["2 2 0 0"] * 2
 
 
 def test_a_norm_that_rounds_sums_in_the_order_of_one_that_does_not(environment: dict[str, str]) -> None:
     """Which the interpreter does not show: else a card would give them other bits."""
-    done = subprocess.run([sys.executable, "-c", _NORMS], env=environment, capture_output=True, text=True, timeout=300)
+    done = run(environment, "tests.kernels.compiled", "sums_of_norms")
     assert done.returncode == 0, done.stderr
     plain, rounded = done.stdout.splitlines()
     assert plain == rounded and plain.startswith("1x4096xf32 #ttg.blocked") and plain.endswith(" 16")
