@@ -22,11 +22,12 @@ import numpy as np
 import torch
 
 from worker_svc.host.graph_backend import Graph, GraphBackend
-from worker_svc.host.uploads import pack, unpack, upload
+from worker_svc.host.uploads import upload
 from worker_svc.models.attention import AttentionMetadata
 from worker_svc.sampling.last_tokens import LastTokens
 from worker_svc.steps.graph_buffers import GraphBuffers
 from worker_svc.steps.graph_captures import capture_within
+from worker_svc.steps.graph_inputs import GraphInputs, fill
 from worker_svc.steps.input_batch import InputArrays
 
 Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor, torch.Tensor], object]
@@ -80,8 +81,7 @@ class DecodeGraphs:
         device = self._device = last_tokens.device
         self._query_starts = torch.arange(self._max_num_seqs + 1, dtype=torch.int32, device=device)
         self._logits_rows = torch.arange(self._max_num_seqs, device=device)
-        packed, _ = pack(_padded(None, self._max_num_seqs), pin_memory=False)
-        self._inputs = torch.zeros_like(packed, device=device)
+        self._inputs = GraphInputs(device, _padded(None, self._max_num_seqs))
         self._steps: list[_CapturedStep] = []  # rising
 
     @property
@@ -112,20 +112,14 @@ class DecodeGraphs:
         """Logits of a step that `suits`, f32[R, vocab]; they hold until the next run."""
         num_rows, num_columns = arrays.block_tables.shape
         step = next(step for step in self._steps if step.num_rows >= num_rows)
-        is_cuda = self._device.type == "cuda"
-        packed, _ = pack(_padded(arrays, step.num_rows), pin_memory=is_cuda)
-        step.inputs.copy_(packed, non_blocking=True)
+        fill(step.inputs, _padded(arrays, step.num_rows))
         (tables,) = upload(self._device, arrays.block_tables)
         self._buffers.block_tables[:num_rows, :num_columns].copy_(tables)
         step.graph.replay()
         return self._buffers.logits[:num_rows]
 
     def _capture(self, num_rows: int) -> _CapturedStep:
-        template = _padded(None, num_rows)
-        packed, places = pack(template, pin_memory=False)
-        inputs = self._inputs[: packed.numel()]
-        inputs.copy_(packed)
-        token_ids, positions, slot_mapping, seq_lens = unpack(inputs, template, places)
+        inputs, (token_ids, positions, slot_mapping, seq_lens) = self._inputs.of(_padded(None, num_rows))
         attention = AttentionMetadata(
             slot_mapping=slot_mapping,
             query_starts=self._query_starts[: num_rows + 1],

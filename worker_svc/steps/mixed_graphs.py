@@ -22,12 +22,13 @@ import numpy as np
 import torch
 
 from worker_svc.host.graph_backend import Graph, GraphBackend
-from worker_svc.host.uploads import pack, unpack, upload
+from worker_svc.host.uploads import upload
 from worker_svc.models.attention import AttentionMetadata
 from worker_svc.sampling.last_tokens import LastTokens
 from worker_svc.steps.decode_graphs import Forward
 from worker_svc.steps.graph_buffers import GraphBuffers
 from worker_svc.steps.graph_captures import capture_within
+from worker_svc.steps.graph_inputs import GraphInputs, fill
 from worker_svc.steps.input_batch import InputArrays
 
 _LEAST_TOKENS = 16
@@ -74,8 +75,7 @@ class MixedGraphs:
         self._forward, self._backend, self._last_tokens = forward, backend, last_tokens
         self._counts, self._max_model_len = token_counts(max_num_batched_tokens), max_model_len
         self._device, self._buffers = last_tokens.device, buffers
-        packed, _ = pack(self._padded(None, self._counts[-1]), pin_memory=False)
-        self._inputs = torch.zeros_like(packed, device=self._device)
+        self._inputs = GraphInputs(self._device, self._padded(None, self._counts[-1]))
         self._steps: list[_CapturedStep] = []  # rising
 
     @property
@@ -105,8 +105,7 @@ class MixedGraphs:
         step = self._step_of(arrays)
         assert step is not None, "it suits"
         num_rows, num_columns = arrays.block_tables.shape
-        packed, _ = pack(self._padded(arrays, step.num_tokens), pin_memory=self._device.type == "cuda")
-        step.inputs.copy_(packed, non_blocking=True)
+        fill(step.inputs, self._padded(arrays, step.num_tokens))
         (tables,) = upload(self._device, arrays.block_tables)
         self._buffers.block_tables[:num_rows, :num_columns].copy_(tables)
         step.graph.replay()
@@ -119,11 +118,8 @@ class MixedGraphs:
         return None if step is None or step.num_tokens > max(2 * num_tokens, _LEAST_TOKENS) else step
 
     def _capture(self, num_tokens: int) -> _CapturedStep:
-        template = self._padded(None, num_tokens)
-        packed, places = pack(template, pin_memory=False)
-        inputs = self._inputs[: packed.numel()]
-        inputs.copy_(packed)
-        token_ids, positions, slot_mapping, seq_lens, query_starts, logits_rows = unpack(inputs, template, places)
+        inputs, parts = self._inputs.of(self._padded(None, num_tokens))
+        token_ids, positions, slot_mapping, seq_lens, query_starts, logits_rows = parts
         num_seqs = seq_lens.shape[0]
         attention = AttentionMetadata(
             slot_mapping=slot_mapping,

@@ -22,7 +22,6 @@ import numpy.typing as npt
 import torch
 
 from worker_svc.host.graph_backend import Graph, GraphBackend
-from worker_svc.host.uploads import pack, unpack
 from worker_svc.mirror.sampling_columns import SamplingColumns
 from worker_svc.mirror.sequence_states import AppliedRows
 from worker_svc.sampling.last_tokens import LastTokens
@@ -31,6 +30,7 @@ from worker_svc.sampling.row_samples import RowSamples
 from worker_svc.sampling.sampler import NO_SAMPLES, Drawn, Draws, draw_columns, draw_tokens, find_largest
 from worker_svc.steps.graph_buffers import GraphBuffers
 from worker_svc.steps.graph_captures import capture_within
+from worker_svc.steps.graph_inputs import GraphInputs, fill
 
 _NO_SLOTS = np.zeros(0, np.int64)
 _NO_COLUMNS = draw_columns(SamplingColumns(0).take(_NO_SLOTS), Draws(_NO_SLOTS, _NO_SLOTS, _NO_SLOTS))
@@ -62,8 +62,7 @@ class SamplingGraphs:
         self._token_ids = torch.zeros(most, dtype=torch.int64, device=self._device)
         self._largest = torch.zeros(most, device=self._device)
         self._rows = torch.arange(most, device=self._device)
-        packed, _ = pack(self._padded(most, _NO_SLOTS, _NO_COLUMNS), pin_memory=False)
-        self._inputs = torch.zeros_like(packed, device=self._device)
+        self._inputs = GraphInputs(self._device, self._padded(most, _NO_SLOTS, _NO_COLUMNS))
         self._of_largest: list[_CapturedSampling] = []  # rising
         self._of_draws: list[_CapturedSampling] = []  # likewise
 
@@ -97,9 +96,7 @@ class SamplingGraphs:
         if step.draws:
             draws = Draws(np.arange(num_rows), rows.sample_indices, rows.sample_positions)
             columns = draw_columns(sampling.take(slots), draws)
-        padded = self._padded(step.num_rows, rows.sample_slots, columns)
-        packed, _ = pack(padded, pin_memory=self._device.type == "cuda")
-        step.inputs.copy_(packed, non_blocking=True)  # raises where columns are of other types than when captured
+        fill(step.inputs, self._padded(step.num_rows, rows.sample_slots, columns))
         step.graph.replay()
         token_ids, largest = self._token_ids[:num_rows].clone(), self._largest[:num_rows].clone()
         nobody = np.zeros(num_rows, np.bool_)
@@ -112,7 +109,7 @@ class SamplingGraphs:
         return next((step for step in steps if step.num_rows >= rows.sample_rows.size), None)
 
     def _capture_largest(self, num_rows: int) -> _CapturedSampling:
-        inputs, (slots,) = self._unpacked(num_rows, ())
+        inputs, (slots,) = self._inputs.of(self._padded(num_rows, _NO_SLOTS, ()))
 
         def work() -> None:
             token_ids, largest = self._token_ids[:num_rows], self._largest[:num_rows]
@@ -122,7 +119,7 @@ class SamplingGraphs:
         return _CapturedSampling(num_rows, False, inputs, self._backend.capture(work))
 
     def _capture_draws(self, num_rows: int) -> _CapturedSampling:
-        inputs, (slots, *columns) = self._unpacked(num_rows, _NO_COLUMNS)
+        inputs, (slots, *columns) = self._inputs.of(self._padded(num_rows, _NO_SLOTS, _NO_COLUMNS))
 
         def work() -> None:
             logits = self._buffers.logits[:num_rows]
@@ -133,16 +130,6 @@ class SamplingGraphs:
             self._last_tokens.put(slots, token_ids)
 
         return _CapturedSampling(num_rows, True, inputs, self._backend.capture(work))
-
-    def _unpacked(
-        self, num_rows: int, columns: tuple[npt.NDArray[Any], ...]
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Inputs of a graph as bytes, and as slots and columns like these; pads alone."""
-        template = self._padded(num_rows, _NO_SLOTS, columns)
-        packed, places = pack(template, pin_memory=False)
-        inputs = self._inputs[: packed.numel()]
-        inputs.copy_(packed)
-        return inputs, unpack(inputs, template, places)
 
     def _padded(
         self, num_rows: int, slots: npt.NDArray[np.int64], columns: tuple[npt.NDArray[Any], ...]
