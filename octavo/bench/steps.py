@@ -23,7 +23,7 @@ PHASES = ("schedule", "encode", "decode", "process")
 BLOCK_SIZE, FIRST_LENGTH = 16, 512
 WARM_UP_STEPS = 32
 STEPS_IN_FLIGHT = 2
-_START_STEPS = 64  # far more than computing all prompts takes
+_MAX_BATCHED_TOKENS = 1 << 16  # by which it takes steps to compute all prompts
 VOCAB_SIZE = 50_000
 
 
@@ -101,7 +101,8 @@ class _Run:
         from scheduler_svc.routing.router import Router
 
         self._sequences = sequences
-        self._num_steps = steps + WARM_UP_STEPS + 2 * STEPS_IN_FLIGHT + _START_STEPS
+        prompts = -(-sequences // workers) * (FIRST_LENGTH + BLOCK_SIZE)
+        self._num_steps = steps + WARM_UP_STEPS + 2 * STEPS_IN_FLIGHT + 2 * -(-prompts // _MAX_BATCHED_TOKENS)
         self._waiting_count = waiting
         self._cached_blocks = cached_blocks
         self._router = Router(POLICIES["fcfs"], ServedTokens(), time.monotonic_ns)
@@ -120,7 +121,7 @@ class _Run:
         sizes = worker_pb2.InitializeResponse(
             num_device_blocks=int(num_blocks * 1.02),
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=1 << 16,
+            max_num_batched_tokens=_MAX_BATCHED_TOKENS,
             max_model_len=max_model_len,
         )
         info = worker_pb2.WorkerInfo(block_size=BLOCK_SIZE)
