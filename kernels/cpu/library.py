@@ -30,6 +30,7 @@ _DECLARED = {
     "octavo_pack_few_bits": (_I64, [_PLACE, _PLACE, *[_I64] * 8]),
     "octavo_pack_panels": (_I64, [_PLACE, _I64, _I64, _PLACE, *[_I64] * 4]),
     "octavo_pack_records": (None, [_PLACE, _PLACE, *[_I64] * 6]),
+    "octavo_put_words": (None, [_I64, _PLACE, _PLACE, _I64, _I64]),
     "octavo_read_blocks": (None, [_I64, *[_PLACE] * 4, _I64, _I64]),
     "octavo_find_factors": (_I64, [*[_PLACE] * 3, _I64, _I64, _PLACE, _I64, _I64]),
     "octavo_quantize_eight_bits": (None, [_PLACE, _PLACE, _I64, _PLACE, *[_I64] * 4]),

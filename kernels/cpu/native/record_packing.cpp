@@ -84,7 +84,37 @@ bool find_base(Float16 *base, int8_t *factors, const float *numbers, i64 count, 
     return false;
 }
 
+// Of eight bytes, the first of them lowest, those of even number.
+uint32_t even_bytes(uint64_t x) {
+    x &= 0x00ff00ff00ff00ff, x = (x | x >> 8) & 0x0000ffff0000ffff;
+    return (uint32_t)(x | x >> 16);
+}
+
+// Sixteen codes, a byte each.
+void put_words(i64 kind, const char *codes, uint32_t *words) {
+    uint64_t eight[2];
+    memcpy(eight, codes, sizeof eight);
+    uint32_t quads[] = {even_bytes(eight[0]), even_bytes(eight[0] >> 8), even_bytes(eight[1]), even_bytes(eight[1] >> 8)};
+    if (kind == CODES_QUADS) {
+        for (int i = 0; i < 4; i++) words[i] = quads[i] ^ 0x80808080;
+    } else if (kind == CODES_INT6) {  // + 32, in the six bits that count
+        for (uint32_t &quad : quads) quad = (quad ^ 0x20202020) & 0x3f3f3f3f;
+        for (int i = 0; i < 3; i++) words[i] = quads[i] | (quads[3] >> (4 - 2 * i) & 0x03030303) << 6;
+    } else {
+        for (int i = 0; i < 2; i++) words[i] = quads[2 * i] | quads[2 * i + 1] << 4;
+    }
+}
+
 }  // namespace
+
+// Codes as records have those of an output, one after the other: of four bits, INT6 and QUADS; sixteen times `count`.
+EXPORT void octavo_put_words(i64 kind, const char *codes, uint32_t *words, i64 count, i64 threads) {
+    const i64 AT_ONCE = 4096, words_of_16 = kind == CODES_QUADS ? 4 : kind == CODES_INT6 ? 3 : 2;
+    for_each(threads, (count + AT_ONCE - 1) / AT_ONCE, [&](i64 item, i64) {
+        for (i64 i = item * AT_ONCE; i < smaller((item + 1) * AT_ONCE, count); i++)
+            put_words(kind, codes + i * 16, words + i * words_of_16);
+    });
+}
 
 // Fills `packed`: so many whole records a panel, and one of what is left where something is. Addresses, columns and
 // sizes of the parts, section after section.

@@ -13,6 +13,7 @@
 namespace {
 
 const i64 MOST_ROWS = 4;       // of a tile; others have 2 or 1
+const i64 MANY_ROWS = 16;     // from which lines are read once for all tiles
 const i64 NARROW_ROWS = 2;     // up to which few registers take all columns at once
 const i64 SOON_BYTES = 4096;   // how far tiles of fewer rows ask ahead of what they read
 const i64 HALF = GROUP / 2, QUADS_OF_HALF = HALF / 4;
@@ -27,12 +28,14 @@ struct FourBits {
         return (i % 2 ? shift_right<4>(word) : word) & splat(0x0f0f0f0f);
     }
 };
-struct SixBits {
+struct SixBits {  // three words with a code in each byte, and two bits of the fourth above it
     enum { LEAST = 5, ARE_SMALL = 1 };
     static INLINED I read(const char *half, int i) {
-        I high = load((const int32_t *)(half + 2 * WORD_LINE));
-        I placed = i == 0 ? shift_left<4>(high) : i == 1 ? shift_left<2>(high) : i == 2 ? high : shift_right<2>(high);
-        return FourBits<0>::read(half, i) | (placed & splat(0x30303030));
+        auto word = [&](int n) INLINED { return load((const int32_t *)(half + n * WORD_LINE)); };
+        if (i < 3) return word(i) & splat(0x3f3f3f3f);
+        I upper = choose_bits(splat((int32_t)0xc0c0c0c0), word(0), shift_right<2>(word(1)));
+        I all = choose_bits(splat((int32_t)0xf0f0f0f0), upper, shift_right<4>(word(2)));
+        return shift_right<2>(all) & splat(0x3f3f3f3f);
     }
 };
 struct EightBits {
@@ -44,25 +47,55 @@ struct PanelProduct {
     const Records &records;
     const RecordLayout &layout;
     const char *panel;
+    const float *lines;  // what `read_lines` makes of the panel's, or 0 where tiles are to read them
     i64 num_groups;
     const float *bias;  // of the panel
 };
+const i64 LINE = 2 * PANEL;  // numbers of a group of the weight: its scales, then its offsets
 
-// ROWS rows by COLUMNS vectors of outputs, from `lane` on. Totals [ROWS, 48] stay in memory, where registers have sums
-// and codes. With each piece so many lines of `next` are prefetched.
-template <class Codes, int PIECE, int ROWS, int COLUMNS>
-__attribute__((noinline)) void tile(const PanelProduct &work, const Group *groups, i64 lane, float *totals, const char *next, i64 lines) {
+// Many tiles need them, and few instructions are left beside their products.
+void read_lines(const Records &records, const RecordLayout &layout, const char *panel, i64 depth, float *lines) {
+    for (i64 k = 0; k < depth; panel += layout.bytes) {
+        const char *line = panel + layout.head;
+        for (const i64 end = smaller(k + layout.inputs, depth); k < end; k += layout.group, line += layout.line) {
+            F scales[VECTORS], offsets[VECTORS];
+            if (records.offset != NO_OFFSET) read_line<true>(records, panel, line, 0, scales, offsets);
+            else read_line<false>(records, panel, line, 0, scales, offsets);
+            for (int v = 0; v < VECTORS; v++, lines += LANES) {
+                store(lines, scales[v]);
+                if (records.offset != NO_OFFSET) store(lines + PANEL, offsets[v]);
+            }
+            lines += PANEL;
+        }
+    }
+}
+
+// ROWS rows by COLUMNS vectors of outputs, from `lane` on, to out [ROWS, 48]. With each piece so many lines of `next`
+// are prefetched.
+template <class Codes, int PIECE, int ROWS, int COLUMNS, bool HAS_LINES>
+__attribute__((noinline)) void tile(const PanelProduct &work, const Group *groups, i64 lane, float *out, const char *next, i64 lines) {
     const RecordLayout layout = work.layout;
     const Records records = work.records;
     const bool has_offsets = records.offset != NO_OFFSET;
     const i64 stride = work.num_groups, depth = stride * GROUP, half_bytes = layout.step * HALF / 8;
     const char *record = work.panel;
-    totals += lane;
+    const float *numbers = work.lines + lane;
+    F totals[ROWS][COLUMNS];  // with HAS_LINES; else they stay in `out`, as registers have scales and offsets
+    auto place = [&](int r, int v) INLINED { return out + r * PANEL + lane + v * LANES; };
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 3
+        for (int v = 0; v < COLUMNS; v++) {
+            totals[r][v] = load(work.bias + lane + v * LANES);
+            if (!HAS_LINES) store(place(r, v), totals[r][v]);
+        }
     for (i64 k = 0; k < depth;) {
+        const i64 end = smaller(k + layout.inputs, depth);
         const char *line = record + layout.head, *half = line + layout.lines + lane * 4;
-        for (const i64 end = smaller(k + layout.inputs, depth); k < end; line += layout.line) {
+        for (; k < end; line += layout.line, numbers += LINE) {
             F scales[COLUMNS], offsets[COLUMNS];
-            if (has_offsets) read_line<true>(records, record, line, lane, scales, offsets);
+            if (HAS_LINES) ;
+            else if (has_offsets) read_line<true>(records, record, line, lane, scales, offsets);
             else read_line<false>(records, record, line, lane, scales, offsets);
             for (const i64 end_of_line = smaller(k + layout.group, end); k < end_of_line; k += PIECE) {
                 for (i64 i = 0; i < lines; i++, next += CACHE_LINE) {
@@ -75,7 +108,7 @@ __attribute__((noinline)) void tile(const PanelProduct &work, const Group *group
                     return PIECE == GROUP ? group.minus_sum : group.minus_half[first / HALF];
                 };
                 I dots[ROWS][COLUMNS];
-#pragma GCC unroll 8
+#pragma GCC unroll 4
                 for (int r = 0; r < ROWS; r++) {
                     I start = Codes::LEAST ? shift_left<Codes::LEAST>(splat(minus_sum(r))) : splat(0);
 #pragma GCC unroll 3
@@ -88,7 +121,7 @@ __attribute__((noinline)) void tile(const PanelProduct &work, const Group *group
 #pragma GCC unroll 3
                     for (int v = 0; v < COLUMNS; v++)
                         codes[v] = Codes::read(from + v * CACHE_LINE, quad % QUADS_OF_HALF);
-#pragma GCC unroll 8
+#pragma GCC unroll 4
                     for (int r = 0; r < ROWS; r++) {
                         const Group &group = groups[r * stride + g];
                         I small = splat_at(group.numbers + first + quad * 4);
@@ -100,31 +133,42 @@ __attribute__((noinline)) void tile(const PanelProduct &work, const Group *group
                     }
                 }
                 half += PIECE / HALF * half_bytes;
-#pragma GCC unroll 8
+#pragma GCC unroll 4
                 for (int r = 0; r < ROWS; r++) {
-                    in_order();  // totals of all rows at once would need registers that sums have
+                    if (!HAS_LINES) in_order();  // totals of all rows at once would need registers that sums have
                     const Group &group = groups[r * stride + g];
                     F step = splat_at(&group.scale);
 #pragma GCC unroll 3
                     for (int v = 0; v < COLUMNS; v++) {
-                        float *total = totals + r * PANEL + v * LANES;
-                        F sum = fma(to_float(dots[r][v]) * scales[v], step, load(total));
+                        F scale = HAS_LINES ? load(numbers + v * LANES) : scales[v];
+                        F total = HAS_LINES ? totals[r][v] : load(place(r, v));
+                        total = fma(to_float(dots[r][v]) * scale, step, total);
                         if (has_offsets) {
+                            F offset = HAS_LINES ? load(numbers + PANEL + v * LANES) : offsets[v];
                             F of_row = PIECE == GROUP ? splat_at(&group.sum) : splat(group.scale * -(float)minus_sum(r));
-                            sum = fma(offsets[v], of_row, sum);
+                            total = fma(offset, of_row, total);
                         }
-                        store(total, sum);
+                        if (HAS_LINES) totals[r][v] = total;
+                        else store(place(r, v), total);
                     }
                 }
             }
         }
         record = half - lane * 4;
     }
+    if (!HAS_LINES) return;
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 3
+        for (int v = 0; v < COLUMNS; v++) store(place(r, v), totals[r][v]);
 }
 
 template <class Codes, int PIECE, int COLUMNS, int ROWS>
 void tile_of(i64 rows, const PanelProduct &work, const Group *groups, i64 lane, float *totals, const char *next, i64 lines) {
-    if (rows == ROWS) tile<Codes, PIECE, ROWS, COLUMNS>(work, groups, lane, totals, next, lines);
+    const bool MAY_HAVE_LINES = ROWS == MOST_ROWS;
+    if (rows == ROWS && MAY_HAVE_LINES && work.lines)
+        tile<Codes, PIECE, ROWS, COLUMNS, MAY_HAVE_LINES>(work, groups, lane, totals, next, lines);
+    else if (rows == ROWS) tile<Codes, PIECE, ROWS, COLUMNS, false>(work, groups, lane, totals, next, lines);
     else if constexpr (ROWS > 1) tile_of<Codes, PIECE, COLUMNS, ROWS / 2>(rows, work, groups, lane, totals, next, lines);
 }
 
@@ -139,7 +183,6 @@ void multiply_panel(const PanelProduct &work, const Group *groups, i64 rows, flo
     alignas(CACHE_LINE) float totals[MOST_ROWS * PANEL];
     for (i64 row = 0, count = MOST_ROWS; row < rows; row += count) {
         while (count > rows - row) count /= 2;
-        for (i64 r = 0; r < count; r++) memcpy(totals + r * PANEL, work.bias, sizeof(float) * PANEL);
         i64 some = next < end ? lines : 0;
         const Group *from = groups + row * work.num_groups;
         if (HAS_WIDE_REGISTERS) {
@@ -174,7 +217,10 @@ void multiply_rounded_records(const Product &product, const Group *groups, i64 r
     float *sums = is_whole ? (float *)out : (float *)scratch(OF_PANEL, rows * PANEL * 4);
     i64 stride = is_whole ? out_stride : (i64)PANEL;
     const char *next = has_next ? weight + layout.panel_bytes(num_groups * GROUP) : 0;
-    PanelProduct work = {records, layout, weight, num_groups, bias};
+    i64 depth = num_groups * GROUP, num_lines = (depth + layout.group - 1) / layout.group;
+    float *lines = rows >= MANY_ROWS ? (float *)scratch(OF_ITEM, num_lines * LINE * 4) : 0;
+    if (lines) read_lines(records, layout, weight, depth, lines);
+    PanelProduct work = {records, layout, weight, lines, num_groups, bias};
     if (records.codes == CODES_UINT4) multiply_panel<FourBits<0>, GROUP>(work, groups, rows, sums, stride, next);
     else if (records.codes == CODES_INT4) multiply_panel<FourBits<3>, GROUP>(work, groups, rows, sums, stride, next);
     else if (records.codes == CODES_INT6) multiply_by_pieces<SixBits>(work, groups, rows, sums, stride, next);

@@ -15,7 +15,6 @@ from kernels.cpu.products.records import (
     RecordWeight,
     Scale,
 )
-from kernels.int8_weight import QUAD_ORDER
 from kernels.quantized_weight import Inputs, Numbers, QuantizedWeight
 
 _CODES = {
@@ -28,6 +27,7 @@ _CODES = {
 _CODES_OF_ROUNDED = {Numbers.UINT4: Codes.UINT4, Numbers.INT6: Codes.INT6, Numbers.INT8: Codes.QUADS}
 _TIMES = {Codes.E2M1: 0.5, Codes.E4M3: 256.0}  # of scales, as codes stand for twice or for a 256th of their numbers
 _INT4_ZERO = 8
+_CODES_AT_ONCE = 16  # that become words
 # What the largest of some factors may be, the likely first: files have 63 or little less (Q4_K), or -128 (Q6_K). Less
 # than half of the most can be doubled, unless what it is a factor of is too small for that.
 _LARGEST_FACTORS = torch.tensor(
@@ -154,20 +154,12 @@ def _in_records(
 
 def _in_words(kind: Codes, codes: torch.Tensor) -> torch.Tensor:
     """Codes u8[N, K] as a record has those of an output, one after the other: words i32[N, ...], or bytes."""
-    if kind is Codes.INT6:
-        codes = codes + 32
-        low, high = codes & 15, codes >> 4
-        # Of 16 inputs [two times eight, four times even and odd]: which place they have in the bytes of the high word.
-        pairs = high.unflatten(1, (-1, 2, 4, 2))
-        high = pairs[:, :, 0, :, 0] | pairs[:, :, 0, :, 1] << 2 | pairs[:, :, 1, :, 0] << 4 | pairs[:, :, 1, :, 1] << 6
-        words = torch.cat([(low[:, ::2] | low[:, 1::2] << 4).unflatten(1, (-1, 8)), high], dim=2)
-        return words.flatten(1).view(torch.int32)
-    if kind is Codes.QUADS:
-        quads: torch.Tensor = (codes ^ 0x80).unflatten(1, (-1, 8))[:, :, QUAD_ORDER].flatten(1).view(torch.int32)
-        return quads
-    if kind.bits == 4:
-        return (codes[:, ::2] | codes[:, 1::2] << 4).contiguous().view(torch.int32)  # 8 inputs a word
-    return codes
+    if kind.bits == 8 and kind is not Codes.QUADS:
+        return codes
+    codes = codes.contiguous()
+    words = torch.empty(len(codes), codes.shape[1] * kind.bits // 32, dtype=torch.int32)
+    library().put_words(kind, codes.data_ptr(), words.data_ptr(), codes.numel() // _CODES_AT_ONCE, num_threads())
+    return words
 
 
 def _fits_float16(numbers: torch.Tensor) -> bool:
