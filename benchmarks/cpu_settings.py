@@ -16,8 +16,8 @@ pairs. `--save` keeps the figures in benchmarks/results/.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
-import mmap
 import multiprocessing
 import os
 import statistics
@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -40,8 +39,8 @@ from octavo.models.resolve import resolve_model
 from octavo.serving.plan import waiting_threads
 from octavo.shared.cores import allowed_cores
 from worker_svc.cache.cache_engine import CacheEngine
-from worker_svc.host import huge_pages
 from worker_svc.host.touch_ahead import provide
+from worker_svc.host.untouched import untouched_bytes
 from worker_svc.models.attention import AttentionMetadata
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder import Decoder
@@ -66,6 +65,7 @@ _QWEN3_CONFIG = {
     "hidden_act": "silu",
     "dtype": "bfloat16",
 }
+_PR_SET_THP_DISABLE = 41
 _READ_BYTES = 256 << 20  # far more than any cache
 _WARM_UP, _SEQ_LEN, _PROMPT, _BLOCK_SIZE = 3, 200, 512, 16
 
@@ -84,10 +84,13 @@ def load(name: str, dtype: str = "", quantization: str = "") -> Model:
 
 @contextmanager
 def small_pages() -> Iterator[None]:
-    """Within, memory of weights and caches lies in pages of 4 KiB."""
-    nothing_left = mock.patch.object(huge_pages._Slabs, "left", torch.empty(0, dtype=torch.uint8))
-    with nothing_left, mock.patch.object(mmap, "MADV_HUGEPAGE", mmap.MADV_NOHUGEPAGE):
+    """Memory that is first used within lies in pages of 4 KiB: prctl(2)."""
+    process = ctypes.CDLL(None)
+    process.prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)
+    try:
         yield
+    finally:
+        process.prctl(_PR_SET_THP_DISABLE, 0, 0, 0, 0)
 
 
 def seconds(run: Callable[[], Any]) -> float:
@@ -121,7 +124,7 @@ def bound(name: str, dtype: str, quantization: str, passes: int) -> Any:
     assert isinstance(model, Decoder)
     num_bytes = token_bytes.of_decoder(model)
     step, threads = decode_step(model, 1, _SEQ_LEN), torch.get_num_threads()
-    numbers = huge_pages.untouched_bytes(_READ_BYTES).fill_(1)
+    numbers = untouched_bytes(_READ_BYTES).fill_(1)
     place = numbers.data_ptr(), numbers.nbytes, threads
     read = min((1024, 4096, 16384), key=lambda ahead: seconds(lambda: library().read_memory(*place, ahead)))
     found = by_turns(

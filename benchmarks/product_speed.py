@@ -28,7 +28,7 @@ from kernels.cpu.products.packed_weight import packed_shape
 from kernels.cpu.products.records import Codes, Offset, Records, RecordWeight, Scale
 from kernels.int8_weight import GROUP, PANEL
 from octavo.bench import machine
-from worker_svc.host.huge_pages import bytes_in_huge_pages
+from worker_svc.host.untouched import untouched_bytes
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = {"SmolLM2-135M": [(3072, 576), (576, 1536)], "Qwen3-0.6B": [(6144, 1024), (1024, 3072)]}
@@ -83,7 +83,7 @@ KINDS = [
 
 
 def _filled(*shape: int) -> torch.Tensor:
-    return bytes_in_huge_pages(math.prod(shape)).view(shape).fill_(_BYTE)
+    return untouched_bytes(math.prod(shape)).view(shape).fill_(_BYTE)
 
 
 def measure(out_features: int, in_features: int, rounds: int) -> list[dict[str, Any]]:

@@ -85,14 +85,3 @@ def test_a_weight_may_lie_column_by_column_or_within_another() -> None:
     for weight in (wide[:, 7:71], wide.t()[:64]):
         assert same_bits(pack(weight), in_panels(weight))
         assert torch.equal(quantize_eight_bits(weight)[0], quantize_eight_bits(weight.contiguous())[0])
-
-
-def test_memory_is_that_which_was_given() -> None:
-    given = torch.empty(100_000, dtype=torch.uint8)
-    weight = numbers(50, 64)
-    for packed in (
-        pack(weight, new=lambda size: given[:size]),
-        pack_pairs(weight.bfloat16(), lambda size: given[:size]),
-        quantize_eight_bits(weight, lambda size: given[:size])[0],
-    ):
-        assert packed.data_ptr() == given.data_ptr()

@@ -129,16 +129,16 @@ def test_rows_of_eight_bits_are_rounded_by_groups_and_multiplied_by_the_weight_i
 ) -> None:
     weight = rounded(weight_of(name, *size))
     depth, bias = weight.in_features, torch.randn(size[0], generator=random(1))
-    x = torch.randn(13, depth, generator=random(2)) * torch.logspace(-3, 3, 13)[:, None]
+    x = torch.randn(21, depth, generator=random(2)) * torch.logspace(-3, 3, 21)[:, None]
     order = torch.arange(depth) if weight.order is None else weight.order
     rows = reference.rounded_rows(x[:, order])
     exact = rows @ weight.dequantized()[:, order].double().T + bias.double()
     found = run(product := product_of(weight, bias), x)
     assert ((found.double() - exact).abs() <= most_error(weight, bias, rows)).all()
-    for num_threads, count in ((2, 13), *((1, count) for count in range(1, 13))):
+    for num_threads, count in ((2, 21), *((1, count) for count in range(1, 21))):
         torch.set_num_threads(num_threads)
         assert torch.equal(run(product, x[:count]), found[:count]), count
-    assert torch.equal(run(product, x[12:]), found[12:])
+    assert torch.equal(run(product, x[20:]), found[20:])
     of_bfloat16 = x.bfloat16()
     assert torch.equal(run(product, of_bfloat16), run(product, of_bfloat16.float()).bfloat16())
 
@@ -147,10 +147,10 @@ def test_rows_of_eight_bits_are_rounded_by_groups_and_multiplied_by_the_weight_i
 @pytest.mark.parametrize("name", OF_INTEGERS)
 def test_every_level_gives_rounded_rows_the_same_bits(name: str, level: str) -> None:
     weight = rounded(weight_of(name, 50, 288))
-    product, x = product_of(weight), torch.randn(13, weight.in_features, generator=random(2))
-    expected = [run(product, x[:rows]) for rows in (1, 2, 4, 13)]
+    product, x = product_of(weight), torch.randn(21, weight.in_features, generator=random(2))
+    expected = [run(product, x[:rows]) for rows in (1, 2, 4, 13, 21)]
     with at_level(level):
-        for rows, one in zip((1, 2, 4, 13), expected, strict=True):
+        for rows, one in zip((1, 2, 4, 13, 21), expected, strict=True):
             assert torch.equal(run(product, x[:rows]), one), rows
 
 
@@ -221,17 +221,6 @@ def test_nothing_beside_a_row_is_read_or_written_and_nan_stays_in_it(name: str, 
         spoilt = run(product, wide[:, 3 : depth + 3])
         rest = torch.arange(rows) != rows // 2
         assert spoilt[rows // 2].isnan().all() and torch.equal(spoilt[rest], out[rest, 11:64])
-
-
-def test_the_memory_that_is_kept_is_the_one_that_is_given() -> None:
-    kept: list[torch.Tensor] = []
-
-    def new(num_bytes: int) -> torch.Tensor:
-        kept.append(torch.empty(num_bytes, dtype=torch.uint8))
-        return kept[-1]
-
-    product = cpu.quantized_product(awq(50, 256, random()), None, new)
-    assert product is not None and product.record["weight"] == kept[0].data_ptr()
 
 
 def test_factors_are_found_whatever_the_largest_of_them_is() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker_svc.host.huge_pages import untouched_bytes
+from worker_svc.host.untouched import untouched_bytes
 
 
 class CpuMoves:

@@ -10,8 +10,8 @@
 //     codes               four bits: i32[inputs / 8, 48], eight inputs a word; eight bits: i8[inputs, 48]
 //
 // For rounded rows bytes lie as one instruction multiplies them: QUADS are u8[inputs / 4, 48, 4], code + 128, of each
-// eight inputs first those of even number, then those of odd. INT6 are i32[inputs / 16, 3, 48]: two words with the low
-// four bits of eight codes + 32 each, as codes of four bits, and one with the high two bits of all sixteen.
+// eight inputs first those of even number, then those of odd. INT6 are u8[inputs / 16, 3, 48, 4]: code + 32 of the
+// first three of four such quads, and above each two bits of the fourth, its highest above the first.
 #pragma once
 #include "products.h"
 

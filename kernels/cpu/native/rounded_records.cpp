@@ -13,7 +13,7 @@
 namespace {
 
 const i64 MOST_ROWS = 4;       // of a tile; others have 2 or 1
-const i64 MANY_ROWS = 16;     // from which lines are read once for all tiles
+const i64 MANY_ROWS = 16;      // from which scales are made once for all tiles
 const i64 NARROW_ROWS = 2;     // up to which few registers take all columns at once
 const i64 SOON_BYTES = 4096;   // how far tiles of fewer rows ask ahead of what they read
 const i64 HALF = GROUP / 2, QUADS_OF_HALF = HALF / 4;
@@ -47,56 +47,55 @@ struct PanelProduct {
     const Records &records;
     const RecordLayout &layout;
     const char *panel;
-    const float *lines;  // what `read_lines` makes of the panel's, or 0 where tiles are to read them
+    const float *scales;  // what `read_scales` makes; 0: tiles read lines as they come to them
     i64 num_groups;
     const float *bias;  // of the panel
 };
-const i64 LINE = 2 * PANEL;  // numbers of a group of the weight: its scales, then its offsets
+const i64 OF_GROUP = 2 * PANEL;  // numbers of a group of the weight: its scales, then its offsets
 
-// Many tiles need them, and few instructions are left beside their products.
-void read_lines(const Records &records, const RecordLayout &layout, const char *panel, i64 depth, float *lines) {
+// Of all groups of a panel. Many tiles need them, and few instructions are left beside their products.
+void read_scales(const Records &records, const RecordLayout &layout, const char *panel, i64 depth, float *numbers) {
     for (i64 k = 0; k < depth; panel += layout.bytes) {
         const char *line = panel + layout.head;
         for (const i64 end = smaller(k + layout.inputs, depth); k < end; k += layout.group, line += layout.line) {
             F scales[VECTORS], offsets[VECTORS];
             if (records.offset != NO_OFFSET) read_line<true>(records, panel, line, 0, scales, offsets);
             else read_line<false>(records, panel, line, 0, scales, offsets);
-            for (int v = 0; v < VECTORS; v++, lines += LANES) {
-                store(lines, scales[v]);
-                if (records.offset != NO_OFFSET) store(lines + PANEL, offsets[v]);
+            for (int v = 0; v < VECTORS; v++) {
+                store(numbers + v * LANES, scales[v]);
+                if (records.offset != NO_OFFSET) store(numbers + PANEL + v * LANES, offsets[v]);
             }
-            lines += PANEL;
+            numbers += OF_GROUP;
         }
     }
 }
 
 // ROWS rows by COLUMNS vectors of outputs, from `lane` on, to out [ROWS, 48]. With each piece so many lines of `next`
 // are prefetched.
-template <class Codes, int PIECE, int ROWS, int COLUMNS, bool HAS_LINES>
+template <class Codes, int PIECE, int ROWS, int COLUMNS, bool HAS_SCALES>
 __attribute__((noinline)) void tile(const PanelProduct &work, const Group *groups, i64 lane, float *out, const char *next, i64 lines) {
     const RecordLayout layout = work.layout;
     const Records records = work.records;
     const bool has_offsets = records.offset != NO_OFFSET;
     const i64 stride = work.num_groups, depth = stride * GROUP, half_bytes = layout.step * HALF / 8;
     const char *record = work.panel;
-    const float *numbers = work.lines + lane;
-    F totals[ROWS][COLUMNS];  // with HAS_LINES; else they stay in `out`, as registers have scales and offsets
+    const float *numbers = HAS_SCALES ? work.scales + lane : 0;
+    F totals[ROWS][COLUMNS];  // with HAS_SCALES; else they stay in `out`, as registers have scales and offsets
     auto place = [&](int r, int v) INLINED { return out + r * PANEL + lane + v * LANES; };
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 3
         for (int v = 0; v < COLUMNS; v++) {
             totals[r][v] = load(work.bias + lane + v * LANES);
-            if (!HAS_LINES) store(place(r, v), totals[r][v]);
+            if (!HAS_SCALES) store(place(r, v), totals[r][v]);
         }
     for (i64 k = 0; k < depth;) {
         const i64 end = smaller(k + layout.inputs, depth);
         const char *line = record + layout.head, *half = line + layout.lines + lane * 4;
-        for (; k < end; line += layout.line, numbers += LINE) {
+        for (; k < end; line += layout.line, numbers += HAS_SCALES ? OF_GROUP : 0) {
             F scales[COLUMNS], offsets[COLUMNS];
-            if (HAS_LINES) ;
-            else if (has_offsets) read_line<true>(records, record, line, lane, scales, offsets);
-            else read_line<false>(records, record, line, lane, scales, offsets);
+            if (!HAS_SCALES && has_offsets) read_line<true>(records, record, line, lane, scales, offsets);
+            else if (!HAS_SCALES) read_line<false>(records, record, line, lane, scales, offsets);
             for (const i64 end_of_line = smaller(k + layout.group, end); k < end_of_line; k += PIECE) {
                 for (i64 i = 0; i < lines; i++, next += CACHE_LINE) {
                     if (ROWS < MOST_ROWS) prefetch(next);
@@ -135,20 +134,20 @@ __attribute__((noinline)) void tile(const PanelProduct &work, const Group *group
                 half += PIECE / HALF * half_bytes;
 #pragma GCC unroll 4
                 for (int r = 0; r < ROWS; r++) {
-                    if (!HAS_LINES) in_order();  // totals of all rows at once would need registers that sums have
+                    if (!HAS_SCALES) in_order();  // totals of all rows at once would need registers that sums have
                     const Group &group = groups[r * stride + g];
                     F step = splat_at(&group.scale);
 #pragma GCC unroll 3
                     for (int v = 0; v < COLUMNS; v++) {
-                        F scale = HAS_LINES ? load(numbers + v * LANES) : scales[v];
-                        F total = HAS_LINES ? totals[r][v] : load(place(r, v));
+                        F scale = HAS_SCALES ? load(numbers + v * LANES) : scales[v];
+                        F total = HAS_SCALES ? totals[r][v] : load(place(r, v));
                         total = fma(to_float(dots[r][v]) * scale, step, total);
                         if (has_offsets) {
-                            F offset = HAS_LINES ? load(numbers + PANEL + v * LANES) : offsets[v];
+                            F offset = HAS_SCALES ? load(numbers + PANEL + v * LANES) : offsets[v];
                             F of_row = PIECE == GROUP ? splat_at(&group.sum) : splat(group.scale * -(float)minus_sum(r));
                             total = fma(offset, of_row, total);
                         }
-                        if (HAS_LINES) totals[r][v] = total;
+                        if (HAS_SCALES) totals[r][v] = total;
                         else store(place(r, v), total);
                     }
                 }
@@ -156,7 +155,7 @@ __attribute__((noinline)) void tile(const PanelProduct &work, const Group *group
         }
         record = half - lane * 4;
     }
-    if (!HAS_LINES) return;
+    if (!HAS_SCALES) return;
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 3
@@ -165,9 +164,9 @@ __attribute__((noinline)) void tile(const PanelProduct &work, const Group *group
 
 template <class Codes, int PIECE, int COLUMNS, int ROWS>
 void tile_of(i64 rows, const PanelProduct &work, const Group *groups, i64 lane, float *totals, const char *next, i64 lines) {
-    const bool MAY_HAVE_LINES = ROWS == MOST_ROWS;
-    if (rows == ROWS && MAY_HAVE_LINES && work.lines)
-        tile<Codes, PIECE, ROWS, COLUMNS, MAY_HAVE_LINES>(work, groups, lane, totals, next, lines);
+    const bool MAY_HAVE_SCALES = HAS_WIDE_REGISTERS && ROWS == MOST_ROWS;
+    if (rows == ROWS && MAY_HAVE_SCALES && work.scales)
+        tile<Codes, PIECE, ROWS, COLUMNS, MAY_HAVE_SCALES>(work, groups, lane, totals, next, lines);
     else if (rows == ROWS) tile<Codes, PIECE, ROWS, COLUMNS, false>(work, groups, lane, totals, next, lines);
     else if constexpr (ROWS > 1) tile_of<Codes, PIECE, COLUMNS, ROWS / 2>(rows, work, groups, lane, totals, next, lines);
 }
@@ -217,10 +216,11 @@ void multiply_rounded_records(const Product &product, const Group *groups, i64 r
     float *sums = is_whole ? (float *)out : (float *)scratch(OF_PANEL, rows * PANEL * 4);
     i64 stride = is_whole ? out_stride : (i64)PANEL;
     const char *next = has_next ? weight + layout.panel_bytes(num_groups * GROUP) : 0;
-    i64 depth = num_groups * GROUP, num_lines = (depth + layout.group - 1) / layout.group;
-    float *lines = rows >= MANY_ROWS ? (float *)scratch(OF_ITEM, num_lines * LINE * 4) : 0;
-    if (lines) read_lines(records, layout, weight, depth, lines);
-    PanelProduct work = {records, layout, weight, lines, num_groups, bias};
+    i64 depth = num_groups * GROUP, of_weight = (depth + layout.group - 1) / layout.group;
+    bool has_scales = HAS_WIDE_REGISTERS && rows >= MANY_ROWS;
+    float *scales = has_scales ? (float *)scratch(OF_ITEM, of_weight * OF_GROUP * 4) : 0;
+    if (scales) read_scales(records, layout, weight, depth, scales);
+    PanelProduct work = {records, layout, weight, scales, num_groups, bias};
     if (records.codes == CODES_UINT4) multiply_panel<FourBits<0>, GROUP>(work, groups, rows, sums, stride, next);
     else if (records.codes == CODES_INT4) multiply_panel<FourBits<3>, GROUP>(work, groups, rows, sums, stride, next);
     else if (records.codes == CODES_INT6) multiply_by_pieces<SixBits>(work, groups, rows, sums, stride, next);

@@ -10,17 +10,17 @@ import torch
 
 from kernels.cpu.elements import element_of
 from kernels.cpu.library import library, num_threads
-from kernels.cpu.products.new_bytes import NewBytes, new_bytes
+from kernels.cpu.products.new_bytes import new_bytes
 from kernels.int8_weight import GROUP, PANEL, QUAD
 
 
-def quantize_eight_bits(weight: torch.Tensor, new: NewBytes = new_bytes) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_eight_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A weight [out_features, in_features] of float32 or bfloat16, packed, and its scale f32[out_features]; of an
-    output that holds NaN the scale is NaN. `new`: see `pack`."""
+    output that holds NaN the scale is NaN."""
     out_features, in_features = weight.shape
     weight = weight if weight.stride(1) == 1 or in_features == 1 else weight.contiguous()
     shape = -(-out_features // PANEL), -(-in_features // GROUP), GROUP // QUAD, PANEL, QUAD
-    packed, scale = new(math.prod(shape)).view(shape), torch.empty(out_features)
+    packed, scale = new_bytes(math.prod(shape)).view(shape), torch.empty(out_features)
     places = packed.data_ptr(), scale.data_ptr(), element_of(weight), weight.data_ptr(), weight.stride(0)
     library().quantize_eight_bits(*places, out_features, in_features, num_threads())
     return packed, scale

@@ -10,32 +10,32 @@ import math
 import torch
 
 from kernels.cpu.library import library, num_threads
-from kernels.cpu.products.new_bytes import NewBytes, new_bytes
+from kernels.cpu.products.new_bytes import new_bytes
 from kernels.cpu.products.records import FORMATS, GROUP, Codes, Offset, Records
 
 _LEAST = {Codes.UINT4: 0, Codes.INT4: -8, Codes.INT8: -128}
 
 
-def pack_few_bits(weight: torch.Tensor, most_bits: int = 8, new: NewBytes = new_bytes) -> torch.Tensor | None:
+def pack_few_bits(weight: torch.Tensor, most_bits: int = 8) -> torch.Tensor | None:
     """`weight` [out_features, in_features], float32 or bfloat16, as [panels, records, record] of a format's type; None
-    if none fits. `new`: see `pack`."""
+    if none fits."""
     if weight.shape[1] % GROUP or 0 in weight.shape:
         return None
     for dtype, records in FORMATS.items():
         if records.codes.bits > most_bits:
             continue
         # A weight that does not fit shows so in its first row, nearly always: the load need not look at all of it.
-        if _packed(weight[:1].float(), dtype, records, new_bytes) is None:
+        if _packed(weight[:1].float(), dtype, records) is None:
             continue
-        if (packed := _packed(weight.float(), dtype, records, new)) is not None:
+        if (packed := _packed(weight.float(), dtype, records)) is not None:
             return packed
     return None
 
 
-def _packed(weight: torch.Tensor, dtype: torch.dtype, records: Records, new: NewBytes) -> torch.Tensor | None:
+def _packed(weight: torch.Tensor, dtype: torch.dtype, records: Records) -> torch.Tensor | None:
     out_features, in_features = weight.shape
     shape = records.packed_shape(out_features, in_features)
-    packed = new(math.prod(shape)).view(dtype).view(shape[0], -1)
+    packed = new_bytes(math.prod(shape)).view(dtype).view(shape[0], -1)
     format_ = records.codes.bits, _LEAST[records.codes], records.offset is Offset.FLOAT16
     addresses = packed.data_ptr(), weight.data_ptr()
     fits = library().pack_few_bits(*addresses, *weight.stride(), out_features, in_features, *format_, num_threads())

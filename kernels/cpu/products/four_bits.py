@@ -14,27 +14,27 @@ import torch
 from kernels.cpu.elements import element_of
 from kernels.cpu.library import library, num_threads
 from kernels.cpu.products.few_bits_fit import pack_few_bits
-from kernels.cpu.products.new_bytes import NewBytes, new_bytes
+from kernels.cpu.products.new_bytes import new_bytes
 from kernels.cpu.products.records import FORMATS, GROUP, Codes, Offset, Records, RecordWeight, Scale
 
 _MOST_GROUP = 256
 
 
-def quantize_four_bits(weight: torch.Tensor, group: int, new: NewBytes = new_bytes) -> RecordWeight:
+def quantize_four_bits(weight: torch.Tensor, group: int) -> RecordWeight:
     """A weight [out_features, in_features], float32 or bfloat16; `group`: 32, 64, 96, up to 256 inputs. A group that
-    holds NaN becomes NaN. `new`: see `pack`. Raises ValueError for another group."""
+    holds NaN becomes NaN. Raises ValueError for another group."""
     if group % GROUP or not 0 < group <= _MOST_GROUP:
         raise ValueError(f"a group of four bits has a multiple of {GROUP} inputs up to {_MOST_GROUP}, not {group}")
     records = Records(Codes.UINT4, Scale.FLOAT16, Offset.FLOAT16, group)
     shape = records.packed_shape(*weight.shape)
-    packed = new(math.prod(shape)).view(shape)
+    packed = new_bytes(math.prod(shape)).view(shape)
     places = packed.data_ptr(), element_of(weight), weight.data_ptr()
     library().quantize_four_bits(*places, *weight.stride(), *weight.shape, group, num_threads())
     return RecordWeight(records, packed, *weight.shape)
 
 
-def find_four_bits(weight: torch.Tensor, new: NewBytes = new_bytes) -> RecordWeight | None:
+def find_four_bits(weight: torch.Tensor) -> RecordWeight | None:
     """A weight that was quantised to four bits once as it was then (see `few_bits_fit`); None for any other."""
-    if (packed := pack_few_bits(weight, most_bits=4, new=new)) is None:
+    if (packed := pack_few_bits(weight, most_bits=4)) is None:
         return None
     return RecordWeight(FORMATS[packed.dtype], packed.view(torch.uint8).flatten(1), *weight.shape)

@@ -20,7 +20,7 @@ import torch
 from kernels.cpu.elements import element_of
 from kernels.cpu.library import library, num_threads
 from kernels.cpu.products.few_bits_fit import pack_few_bits
-from kernels.cpu.products.new_bytes import NewBytes, new_bytes
+from kernels.cpu.products.new_bytes import new_bytes
 from kernels.cpu.products.records import FORMATS, GROUP, PANEL
 
 
@@ -44,37 +44,36 @@ KINDS = {
 }
 
 
-def pack(weight: torch.Tensor, rows: torch.dtype | None = None, new: NewBytes = new_bytes) -> torch.Tensor:
+def pack(weight: torch.Tensor, rows: torch.dtype | None = None) -> torch.Tensor:
     """`weight` [out_features, in_features], float32 or bfloat16, packed; its type and shape: see above.
 
     `rows`: the type of those that it is for (default: the weight's); few bits are looked for where that is float32.
-    `new`: gives the memory, as `bytes_in_huge_pages` does.
     """
     packed: torch.Tensor | None = None
     if (rows or weight.dtype) == torch.float32:
-        packed = pack_few_bits(weight, new=new)
+        packed = pack_few_bits(weight)
     # A weight that does not fit shows so in its first row, nearly always: the load need not look at all of it.
     if packed is None and (weight.dtype == torch.bfloat16 or _in_panels(weight[:1], torch.bfloat16) is not None):
-        packed = _in_panels(weight, torch.bfloat16, new)
+        packed = _in_panels(weight, torch.bfloat16)
     if packed is None:
-        packed = _in_panels(weight, torch.float32, new)
+        packed = _in_panels(weight, torch.float32)
     assert packed is not None
     return packed
 
 
-def pack_pairs(weight: torch.Tensor, new: NewBytes = new_bytes) -> torch.Tensor:
+def pack_pairs(weight: torch.Tensor) -> torch.Tensor:
     """`weight` [out_features, in_features] bfloat16, `in_features` even, as u32[panels, in_features / 2, 48]."""
-    pairs = _in_panels(weight.contiguous().view(torch.float32), torch.float32, new)
+    pairs = _in_panels(weight.contiguous().view(torch.float32), torch.float32)
     assert pairs is not None
     return pairs.view(torch.uint32)
 
 
-def _in_panels(weight: torch.Tensor, dtype: torch.dtype, new: NewBytes = new_bytes) -> torch.Tensor | None:
+def _in_panels(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """As numbers of `dtype`, bit for bit; None where float32 does not fit bfloat16."""
     out_features, in_features = weight.shape
     weight = weight if weight.stride(1) == 1 or in_features == 1 else weight.contiguous()
     shape = packed_shape(dtype, out_features, in_features)
-    packed = new(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+    packed = new_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
     narrows = dtype == torch.bfloat16 and weight.dtype == torch.float32
     places = element_of(weight), weight.data_ptr(), weight.stride(0)
     fits = library().pack_panels(packed.data_ptr(), narrows, *places, out_features, in_features, num_threads())

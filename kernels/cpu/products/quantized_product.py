@@ -14,7 +14,6 @@ from __future__ import annotations
 import torch
 
 from kernels.cpu.products.layer_product import Product
-from kernels.cpu.products.new_bytes import NewBytes, new_bytes
 from kernels.cpu.products.quantized_records import pack_quantized
 from kernels.int8_weight import pack_int8
 from kernels.quantized_weight import Inputs, Numbers, QuantizedWeight
@@ -23,20 +22,18 @@ from kernels.quantized_weight import Inputs, Numbers, QuantizedWeight
 def quantized_product(
     weight: QuantizedWeight,
     bias: torch.Tensor | None,
-    new: NewBytes = new_bytes,
 ) -> Product | None:
     """The product x W^T + bias [N] of float32 and bfloat16 rows; None where only the dequantised weight has one.
 
-    `new` gives memory for what is read in every product, as `bytes_in_huge_pages` does. None are weights whose
-    inputs, or groups of inputs, are no multiples of 32, and what `pack_quantized` refuses; of rounded rows also floats.
+    None are weights whose inputs, or groups of inputs, are no multiples of 32, and what `pack_quantized` refuses; of
+    rounded rows also floats.
     """
     bias = None if bias is None else bias.float()
     are_rows_rounded = weight.inputs is Inputs.INT8
     if are_rows_rounded and _is_plain_int8(weight):
-        made = pack_int8(weight.codes.view(torch.int8))
-        packed = new(made.numel()).view(made.shape).copy_(made)
+        packed = pack_int8(weight.codes.view(torch.int8))
         return Product.of_int8(packed, weight.scale[:, 0].contiguous(), bias, weight.in_features)
-    found = pack_quantized(weight, new)
+    found = pack_quantized(weight)
     if found is None:
         return None
     return Product.of_records(found, bias, order=weight.order, are_rows_rounded=are_rows_rounded)

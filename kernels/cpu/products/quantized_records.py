@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.cpu.library import library, num_threads
-from kernels.cpu.products.new_bytes import NewBytes, new_bytes
+from kernels.cpu.products.new_bytes import new_bytes
 from kernels.cpu.products.records import (
     GROUP,
     INPUTS_OF_FACTORS,
@@ -35,9 +35,9 @@ _LARGEST_FACTORS = torch.tensor(
 )
 
 
-def pack_quantized(weight: QuantizedWeight, new: NewBytes = new_bytes) -> RecordWeight | None:
+def pack_quantized(weight: QuantizedWeight) -> RecordWeight | None:
     """Its columns as they come, whatever its `order`. None where no record says the same numbers, or none that rows
-    can be multiplied by which are rounded as its `inputs` say. `new`: see `packed_weight.pack`.
+    can be multiplied by which are rounded as its `inputs` say.
 
     These are `fl(scale * code)` or, with an offset or a zero, numbers that one fused multiply-add makes of an exact
     product: so `weight.dequantized()`, but for the sign of a zero.
@@ -64,7 +64,7 @@ def pack_quantized(weight: QuantizedWeight, new: NewBytes = new_bytes) -> Record
     if kept is None:
         return None
     records, head, lines = kept
-    return RecordWeight(records, _in_records(records, head, lines, weight.codes, new), *weight.codes.shape)
+    return RecordWeight(records, _in_records(records, head, lines, weight.codes), *weight.codes.shape)
 
 
 # A format; what precedes the lines of its records, and the lines, as parts [N, records or groups] of one type each.
@@ -127,7 +127,7 @@ def find_factors(numbers: torch.Tensor, count: int) -> tuple[torch.Tensor, torch
 
 
 def _in_records(
-    records: Records, head: list[torch.Tensor], lines: list[torch.Tensor], codes: torch.Tensor, new: NewBytes
+    records: Records, head: list[torch.Tensor], lines: list[torch.Tensor], codes: torch.Tensor
 ) -> torch.Tensor:
     """u8[panels, bytes]; head [N, records] and lines [N, groups] of any type, codes u8[N, K]."""
     out_features, in_features = codes.shape
@@ -146,7 +146,7 @@ def _in_records(
             parts.append((section, tensor.data_ptr(), tensor.dtype.itemsize, tensor.shape[1], of_record))
     described = torch.tensor(parts)
     num_panels, panel_bytes = records.packed_shape(out_features, in_features)
-    packed = new(num_panels * panel_bytes).view(num_panels, panel_bytes)
+    packed = new_bytes(num_panels * panel_bytes).view(num_panels, panel_bytes)
     sizes = out_features, whole, rest > 0, panel_bytes
     library().pack_records(packed.data_ptr(), described.data_ptr(), len(parts), *sizes, num_threads())
     return packed

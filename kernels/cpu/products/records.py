@@ -11,9 +11,8 @@ a record for each group of inputs, one after the other, the last of what is left
     codes               4 bits: i32[inputs / 8, 48], input 8 j + i has bits 4 i .. 4 i + 3 of word j
                         8 bits: i8[inputs, 48]
                         for rounded rows, 8 bits: u8[inputs / 4, 48, 4], code + 128, of eight inputs first those of
-                        even number, then those of odd; 6 bits: i32[inputs / 16, 3, 48], two words of the low 4 bits
-                        of code + 32, and one with the high 2 of all 16, those of the four inputs 8 j + t, 8 j + t + 2,
-                        .. in bits 4 j + 2 t and the next of its four bytes
+                        even number, then those of odd; 6 bits: u8[inputs / 16, 3, 48, 4], code + 32 of the first
+                        three of four such quads, and above each two bits of the fourth, its highest above the first
 
 A record of factors has 256 inputs and the lines of several groups, any other has one group. So GGUF's Q4_0 takes 4.5
 bits a number, Q4_1 5, Q4_K 4.63, Q8_0 8.5, Q5_K 8.63, Q6_K 8.56 (the codes of the last two as bytes: five or six bits

@@ -19,7 +19,7 @@ import torch
 
 from kernels.quantized_weight import QuantizedWeight
 from octavo.shared.terminal_row import ByteBar
-from worker_svc.host.huge_pages import untouched_bytes
+from worker_svc.host.untouched import untouched_bytes
 from worker_svc.models.checkpoint.checkpoint_files import Tensors
 from worker_svc.models.checkpoint.stored_tensor import StoredTensor
 from worker_svc.models.errors import ModelError

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from worker_svc.host.huge_pages import bytes_in_huge_pages
 from worker_svc.models.products.compiled_linear import CompiledLinear
 
 
@@ -25,5 +24,5 @@ def packed_linear(
 
     dtype = dtype or weight.dtype
     has_pairs = library().has_pairs and dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
-    packed = pack_pairs(weight, bytes_in_huge_pages) if has_pairs else pack(weight, dtype, bytes_in_huge_pages)
+    packed = pack_pairs(weight) if has_pairs else pack(weight, dtype)
     return CompiledLinear(Product.of_floats(packed, None if bias is None else bias.float(), *weight.shape))

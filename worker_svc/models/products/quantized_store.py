@@ -28,7 +28,6 @@ from kernels.int8_weight import GROUP, PANEL, QUAD
 from kernels.quantized_weight import Numbers
 from octavo.models.safetensors_stream import PendingTensor, write_safetensors
 from octavo.shared.cache import cache_dir
-from worker_svc.host.huge_pages import bytes_in_huge_pages
 from worker_svc.models.checkpoint.checkpoint_files import Tensors, open_checkpoint
 from worker_svc.models.checkpoint.stored_tensor import StoredTensor
 from worker_svc.models.config import ModelConfig
@@ -98,11 +97,11 @@ class QuantizedStore:
 
         self._num_made += 1
         parts = {} if bias is None else {_BIAS: bias.float()}
-        found = four_bits.find_four_bits(weight, bytes_in_huge_pages) if self._may_have_four_bits else None
+        found = four_bits.find_four_bits(weight) if self._may_have_four_bits else None
         if found is None and self._group is not None and not name.endswith(self._heads):
-            found = four_bits.quantize_four_bits(weight, self._group, bytes_in_huge_pages)
+            found = four_bits.quantize_four_bits(weight, self._group)
         if found is None:
-            parts[_PACKED], parts[_SCALE] = eight_bits.quantize_eight_bits(weight, bytes_in_huge_pages)
+            parts[_PACKED], parts[_SCALE] = eight_bits.quantize_eight_bits(weight)
         else:
             records = found.records
             format_ = torch.tensor([records.codes, records.scale, records.offset, records.group], dtype=torch.int32)
@@ -177,6 +176,8 @@ def _format(fields: torch.Tensor) -> Records:
 def _read_parts(stored: dict[str, StoredTensor | None], out_features: int, in_features: int) -> dict[str, torch.Tensor]:
     """What `make` has kept. Raises ValueError and ZeroDivisionError for what is of other sizes or types, ModelError for
     what cannot be read."""
+    from kernels.cpu.products.new_bytes import new_bytes  # here, see `_product`
+
     packed, records = stored[_PACKED], _small(stored[_RECORDS], 4, torch.int32)
     bias, scale = (_small(stored[part], out_features, torch.float32) for part in (_BIAS, _SCALE))
     shape: tuple[int, ...] = -(-out_features // PANEL), -(-in_features // GROUP), GROUP // QUAD, PANEL, QUAD
@@ -186,7 +187,7 @@ def _read_parts(stored: dict[str, StoredTensor | None], out_features: int, in_fe
         raise ValueError(f"its weight is not one of {out_features} outputs of {in_features} inputs")
     if records is None and scale is None:
         raise ValueError("it has no scale")
-    weight = bytes_in_huge_pages(math.prod(shape)).view(shape)
+    weight = new_bytes(math.prod(shape)).view(shape)
     packed.read_into(weight, [range(shape[0])], [range(shape[-1])])
     parts = {_BIAS: bias, _PACKED: weight, _SCALE: scale, _RECORDS: records}
     return {part: tensor for part, tensor in parts.items() if tensor is not None}

@@ -12,7 +12,6 @@ import torch
 
 from kernels.quantized_weight import Inputs, Numbers, QuantizedWeight
 from kernels.select import kernels_for
-from worker_svc.host.huge_pages import bytes_in_huge_pages
 from worker_svc.models.products.compiled_linear import CompiledLinear
 from worker_svc.models.products.dense import dense
 from worker_svc.models.products.float_linear import FloatLinear
@@ -84,7 +83,7 @@ class QuantizedProducts:
         self, weight: QuantizedWeight, bias: torch.Tensor | None, *, is_batch_invariant: bool = True
     ) -> QuantizedProduct | None:
         is_cpu = kernels_for(self._device).__name__ == "kernels.cpu"  # whose products are invariant in any case
-        options = {"new": bytes_in_huge_pages} if is_cpu else {"may_expand": not is_batch_invariant}
+        options = {} if is_cpu else {"may_expand": not is_batch_invariant}
         product: QuantizedProduct | None = kernels_for(self._device).quantized_product(weight, bias, **options)
         return product
 
