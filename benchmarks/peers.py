@@ -104,6 +104,7 @@ def added(before: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
     for name, facts in engines.items():
         peaks = [of["engines"].get(name, {}).get("peak_gib", 0.0) for of in (before, rows)]
         engines[name] = facts | {"peak_gib": max(peaks)}
+    engines = {name: engines[name] for name in ENGINES if name in engines}
     return {"engines": engines, "runs": [run for run in before["runs"] if ran(run) not in again] + rows["runs"]}
 
 

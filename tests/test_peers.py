@@ -127,6 +127,8 @@ def test_a_workload_can_be_added_to_the_results_of_a_day() -> None:
     rows["engines"]["openvino"] = {"ready_s": 1.0}
     both = peers.added(before, rows)
     assert "missing" not in both["engines"]["openvino"]
+    rows["engines"] = {name: rows["engines"][name] for name in ("openvino", "octavo")}
+    assert list(peers.added(before, rows)["engines"]) == ["octavo", "openvino"], "a table has one order"
     both["runs"] += [{"round": 0, "workload": "W2", "engine": "openvino", "failed": "it"}]
     assert "| openvino | - | failed | - |" in peer_figures.report(both), "what was not run has not failed"
 
