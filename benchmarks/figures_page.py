@@ -243,14 +243,19 @@ def _loading() -> str:
 
 
 def _ready() -> str:
-    """Of a model of 1.2 billion weights, medians by types: quantised ones at a first start and at a later one."""
-    results = newest("ready-llama-3.2-1b", ZEN5)
+    """Of a model of 1.2 billion weights, medians by types: quantised ones at a first start and at a later one. The last
+    are those of its GGUF file."""
+    plain, of_file = (newest(kind, ZEN5)["rows"] for kind in ("ready-llama-3.2-1b", "ready-llama-3.2-1b-4-bit"))
+    in_four_bits = {"float32": "Q4_K_M", "int8": "Q4_K_M, rounded rows"}
     rows = []
-    for row in results["rows"]:
+    for name, rounds in (
+        *((row["kind"], row["rounds"]) for row in plain),
+        *((in_four_bits[row["kind"]], row["rounds"]) for row in of_file if row["kind"] in in_four_bits),
+    ):
         ready_s, first_s, peak_mb = (
-            statistics.median(each[name] for each in row["rounds"]) for name in ("ready_s", "first_token_s", "peak_mb")
+            statistics.median(each[of] for each in rounds) for of in ("ready_s", "first_token_s", "peak_mb")
         )
-        rows.append([row["kind"], f"{ready_s:.1f} s", f"{first_s:.1f} s", f"{peak_mb:,.0f} MB"])
+        rows.append([name, f"{ready_s:.1f} s", f"{first_s:.1f} s", f"{peak_mb:,.0f} MB"])
     table = markdown_table(["weights", "ready", "first token", "memory of the worker"], rows)
     return dated(table, "ready-llama-3.2-1b", ZEN5, ", files in memory")
 
