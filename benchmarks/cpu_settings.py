@@ -3,7 +3,6 @@
 Whole passes of a loaded model, as a worker computes them, for one sequence and for 32, SmolLM2-135M in float32 and a
 random model of Qwen3-0.6B's shape in bfloat16:
 
-- huge pages: weights and cache in pages of 2 MiB, or of 4 KiB;
 - touched ahead: the first pass of a prompt of 512 tokens over a cache whose memory is there, or has yet to be provided;
 - bound: a pass of one sequence beside the time that reading its weights takes, in each type they are kept in;
 - giving way: one thread fewer than cores, or as many as cores, beside a process that computes without end, and for two
@@ -16,7 +15,6 @@ pairs. `--save` keeps the figures in benchmarks/results/.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import multiprocessing
 import os
@@ -24,8 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +62,6 @@ _QWEN3_CONFIG = {
     "hidden_act": "silu",
     "dtype": "bfloat16",
 }
-_PR_SET_THP_DISABLE = 41
 _READ_BYTES = 256 << 20  # far more than any cache
 _WARM_UP, _SEQ_LEN, _PROMPT, _BLOCK_SIZE = 3, 200, 512, 16
 
@@ -80,17 +76,6 @@ def load(name: str, dtype: str = "", quantization: str = "") -> Model:
         (folder / "config.json").write_text(json.dumps(_QWEN3_CONFIG), encoding="utf-8")
         config = ModelConfig.from_folder(folder, dtype or "bfloat16", quantization=quantization)
         return load_model(folder, config, "cpu", load_format="dummy")
-
-
-@contextmanager
-def small_pages() -> Iterator[None]:
-    """Memory that is first used within lies in pages of 4 KiB: prctl(2)."""
-    process = ctypes.CDLL(None)
-    process.prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)
-    try:
-        yield
-    finally:
-        process.prctl(_PR_SET_THP_DISABLE, 0, 0, 0, 0)
 
 
 def seconds(run: Callable[[], Any]) -> float:
@@ -133,19 +118,6 @@ def bound(name: str, dtype: str, quantization: str, passes: int) -> Any:
     found["weights_mb"] = num_bytes / 1e6
     found["bound / pass"] = num_bytes / numbers.nbytes / found["pass / read"]
     return found
-
-
-def pages(name: str, quantization: str, sequences: int, passes: int) -> Any:
-    """Weights and cache in large pages, or small ones."""
-    steps: dict[str, Callable[[], Any]] = {}
-    large = load(name, quantization=quantization)
-    step = decode_step(large, sequences, _SEQ_LEN)
-    steps["large"] = lambda: large.forward(*step)
-    with small_pages():
-        small = load(name, quantization=quantization)
-        other = decode_step(small, sequences, _SEQ_LEN)
-    steps["small"] = lambda: small.forward(*other)
-    return by_turns(steps, passes)
 
 
 def touching(model: Model, passes: int) -> Any:
@@ -244,9 +216,6 @@ def main() -> int:
             continue
         model, passes = load(name), arguments.passes
         for count in (1, 32):
-            for quantization in ("", "int8", "int4"):
-                kind = f"{name} | {count} | huge pages {quantization}".strip()
-                show(kind, pages(name, quantization, count, passes))
             show(f"{name} | {count} | giving way", giving_way(model, count, passes))
             show(f"{name} | {count} | two at once", two_at_once(name, count, 5.0))
         show(f"{name} | prompt | touched ahead", touching(model, max(passes // 3, 3)))

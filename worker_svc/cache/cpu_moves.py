@@ -47,10 +47,9 @@ def _copy_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: torch.T
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros whose pages the system provides at their first use, 2 MiB at a time.
+    """Zeros whose pages the system provides at their first use.
 
     `torch.zeros` touches every page at once: 1.5 s a GiB on a virtual machine, most of a worker's way to readiness.
-    Whether the memory is there has been checked before (`cache_sizing`). Large pages, as attention reads blocks from
-    all over the cache, each of which may lie in a page of its own.
+    Whether the memory is there has been checked before (`cache_sizing`).
     """
     return untouched_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)

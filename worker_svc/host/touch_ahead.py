@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 AHEAD_BYTES = 512 << 20  # the most that is touched; a scheduler uses blocks with low ids first
-PIECE_BYTES = 2 << 20  # a page; a step that arrives waits for no more
+PIECE_BYTES = 2 << 20  # a step that arrives waits for no more
 _QUIET_S = 0.05  # without a step, before the next pieces
 _MADV_POPULATE_WRITE = 23  # of Linux 5.14 and later
 

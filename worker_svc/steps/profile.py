@@ -94,8 +94,8 @@ class Profiler:
     def swap_bytes_per_s(self) -> float:
         """One way between the runner's device and host blocks, in the slower direction; 0 without host blocks.
 
-        In host memory two small stores stand for these. A block has a place in every layer, so that a few of them touch
-        pages all over the runner's own: 120 of 2 MiB for SmolLM2, with which a worker was ready 0.2 to 0.4 s later.
+        In host memory two small stores stand for these. A block has a place in every layer, so that a few of them would
+        touch pages all over the runner's own.
         """
         cache = self._runner.cache
         most = min(cache.num_host_blocks, cache.num_device_blocks)

@@ -4,13 +4,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from kernels.cpu.elements import element_of
 from kernels.cpu.library import library, num_threads
-from kernels.cpu.products.new_bytes import new_bytes
 from kernels.int8_weight import GROUP, PANEL, QUAD
 
 
@@ -20,7 +17,7 @@ def quantize_eight_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     out_features, in_features = weight.shape
     weight = weight if weight.stride(1) == 1 or in_features == 1 else weight.contiguous()
     shape = -(-out_features // PANEL), -(-in_features // GROUP), GROUP // QUAD, PANEL, QUAD
-    packed, scale = new_bytes(math.prod(shape)).view(shape), torch.empty(out_features)
+    packed, scale = torch.empty(shape, dtype=torch.uint8), torch.empty(out_features)
     places = packed.data_ptr(), scale.data_ptr(), element_of(weight), weight.data_ptr(), weight.stride(0)
     library().quantize_eight_bits(*places, out_features, in_features, num_threads())
     return packed, scale

@@ -10,7 +10,6 @@ import math
 import torch
 
 from kernels.cpu.library import library, num_threads
-from kernels.cpu.products.new_bytes import new_bytes
 from kernels.cpu.products.records import FORMATS, GROUP, Codes, Offset, Records
 
 _LEAST = {Codes.UINT4: 0, Codes.INT4: -8, Codes.INT8: -128}
@@ -35,7 +34,7 @@ def pack_few_bits(weight: torch.Tensor, most_bits: int = 8) -> torch.Tensor | No
 def _packed(weight: torch.Tensor, dtype: torch.dtype, records: Records) -> torch.Tensor | None:
     out_features, in_features = weight.shape
     shape = records.packed_shape(out_features, in_features)
-    packed = new_bytes(math.prod(shape)).view(dtype).view(shape[0], -1)
+    packed = torch.empty(math.prod(shape), dtype=torch.uint8).view(dtype).view(shape[0], -1)
     format_ = records.codes.bits, _LEAST[records.codes], records.offset is Offset.FLOAT16
     addresses = packed.data_ptr(), weight.data_ptr()
     fits = library().pack_few_bits(*addresses, *weight.stride(), out_features, in_features, *format_, num_threads())

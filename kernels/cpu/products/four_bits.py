@@ -7,14 +7,11 @@ Scale and offset come from a search by least squares for each group; native/four
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from kernels.cpu.elements import element_of
 from kernels.cpu.library import library, num_threads
 from kernels.cpu.products.few_bits_fit import pack_few_bits
-from kernels.cpu.products.new_bytes import new_bytes
 from kernels.cpu.products.records import FORMATS, GROUP, Codes, Offset, Records, RecordWeight, Scale
 
 _MOST_GROUP = 256
@@ -27,7 +24,7 @@ def quantize_four_bits(weight: torch.Tensor, group: int) -> RecordWeight:
         raise ValueError(f"a group of four bits has a multiple of {GROUP} inputs up to {_MOST_GROUP}, not {group}")
     records = Records(Codes.UINT4, Scale.FLOAT16, Offset.FLOAT16, group)
     shape = records.packed_shape(*weight.shape)
-    packed = new_bytes(math.prod(shape)).view(shape)
+    packed = torch.empty(shape, dtype=torch.uint8)
     places = packed.data_ptr(), element_of(weight), weight.data_ptr()
     library().quantize_four_bits(*places, *weight.stride(), *weight.shape, group, num_threads())
     return RecordWeight(records, packed, *weight.shape)

@@ -12,7 +12,6 @@ For rows of bfloat16 and a processor that multiplies pairs of such numbers, two 
 
 from __future__ import annotations
 
-import math
 from enum import IntEnum
 
 import torch
@@ -20,7 +19,6 @@ import torch
 from kernels.cpu.elements import element_of
 from kernels.cpu.library import library, num_threads
 from kernels.cpu.products.few_bits_fit import pack_few_bits
-from kernels.cpu.products.new_bytes import new_bytes
 from kernels.cpu.products.records import FORMATS, GROUP, PANEL
 
 
@@ -73,7 +71,7 @@ def _in_panels(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     out_features, in_features = weight.shape
     weight = weight if weight.stride(1) == 1 or in_features == 1 else weight.contiguous()
     shape = packed_shape(dtype, out_features, in_features)
-    packed = new_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+    packed = torch.empty(shape, dtype=dtype)
     narrows = dtype == torch.bfloat16 and weight.dtype == torch.float32
     places = element_of(weight), weight.data_ptr(), weight.stride(0)
     fits = library().pack_panels(packed.data_ptr(), narrows, *places, out_features, in_features, num_threads())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from kernels.cpu.library import library, num_threads
-from kernels.cpu.products.new_bytes import new_bytes
 from kernels.cpu.products.records import (
     GROUP,
     INPUTS_OF_FACTORS,
@@ -146,7 +145,7 @@ def _in_records(
             parts.append((section, tensor.data_ptr(), tensor.dtype.itemsize, tensor.shape[1], of_record))
     described = torch.tensor(parts)
     num_panels, panel_bytes = records.packed_shape(out_features, in_features)
-    packed = new_bytes(num_panels * panel_bytes).view(num_panels, panel_bytes)
+    packed = torch.empty(num_panels, panel_bytes, dtype=torch.uint8)
     sizes = out_features, whole, rest > 0, panel_bytes
     library().pack_records(packed.data_ptr(), described.data_ptr(), len(parts), *sizes, num_threads())
     return packed

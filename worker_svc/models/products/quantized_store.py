@@ -14,7 +14,6 @@ there fits. One that cannot be read or written (`KeptFile`) costs time and nothi
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -176,8 +175,6 @@ def _format(fields: torch.Tensor) -> Records:
 def _read_parts(stored: dict[str, StoredTensor | None], out_features: int, in_features: int) -> dict[str, torch.Tensor]:
     """What `make` has kept. Raises ValueError and ZeroDivisionError for what is of other sizes or types, ModelError for
     what cannot be read."""
-    from kernels.cpu.products.new_bytes import new_bytes  # here, see `_product`
-
     packed, records = stored[_PACKED], _small(stored[_RECORDS], 4, torch.int32)
     bias, scale = (_small(stored[part], out_features, torch.float32) for part in (_BIAS, _SCALE))
     shape: tuple[int, ...] = -(-out_features // PANEL), -(-in_features // GROUP), GROUP // QUAD, PANEL, QUAD
@@ -187,7 +184,7 @@ def _read_parts(stored: dict[str, StoredTensor | None], out_features: int, in_fe
         raise ValueError(f"its weight is not one of {out_features} outputs of {in_features} inputs")
     if records is None and scale is None:
         raise ValueError("it has no scale")
-    weight = new_bytes(math.prod(shape)).view(shape)
+    weight = torch.empty(shape, dtype=torch.uint8)
     packed.read_into(weight, [range(shape[0])], [range(shape[-1])])
     parts = {_BIAS: bias, _PACKED: weight, _SCALE: scale, _RECORDS: records}
     return {part: tensor for part, tensor in parts.items() if tensor is not None}
