@@ -137,7 +137,7 @@ def test_fp8_blocks_as_deepseek_publishes_them(tmp_path: Path, monkeypatch: pyte
     """The checkpoint gives the logits of the numbers that it stands for; the latents' product is expanded."""
     from kernels import cpu
 
-    monkeypatch.setattr(cpu, "quantized_product", lambda weight, bias, new: None, raising=False)
+    monkeypatch.setattr(cpu, "quantized_product", lambda weight, bias: None, raising=False)
     changes = {"hidden_size": 64, "q_lora_rank": 32, "intermediate_size": 96, "moe_intermediate_size": 32}
     folder = make_family("deepseek-v3", tmp_path / "plain", num_hidden_layers=2, **changes)
     quantised, twin = write_quantised(folder, tmp_path, FORMATS["fp8-small-blocks"])

@@ -69,7 +69,7 @@ class SecondOfTwo:
 @pytest.fixture(autouse=True)
 def expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are read and expanded: what a device's own products make of them is theirs to show."""
-    monkeypatch.setattr(cpu, "quantized_product", lambda weight, bias, new: None, raising=False)
+    monkeypatch.setattr(cpu, "quantized_product", lambda weight, bias: None, raising=False)
 
 
 def make(
@@ -337,7 +337,7 @@ def test_a_tied_table_of_a_gguf_file_is_multiplied_as_it_is_stored(
     given: list[QuantizedWeight] = []
     with model_folder(path) as read:
         expected = greedy(load(read), 1)[1]
-        monkeypatch.setattr(cpu, "quantized_product", lambda weight, bias, new: given.append(weight))
+        monkeypatch.setattr(cpu, "quantized_product", lambda weight, bias: given.append(weight))
         assert torch.equal(greedy(load(read), 1)[1], expected)
     shapes = [(weight.out_features, weight.in_features) for weight in given[-9:]]
     assert shapes == [(128, 64), (64, 64), (384, 64), (64, 192)] * 2 + [(VOCAB_SIZE, 64)]
@@ -350,7 +350,7 @@ def test_dummy_weights_are_quantised_as_the_config_says(
     """And are those of one model on all ranks, near in size to what other dummy weights are."""
     quantised, twin = make(tmp_path, "mixtral", FORMATS[name])
     given: list[QuantizedWeight] = []
-    monkeypatch.setattr(cpu, "quantized_product", lambda weight, bias, new: given.append(weight))
+    monkeypatch.setattr(cpu, "quantized_product", lambda weight, bias: given.append(weight))
     dummy, plain = (
         load_model(folder, ModelConfig.from_folder(folder, "float32"), "cpu", "dummy") for folder in (quantised, twin)
     )
