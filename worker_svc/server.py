@@ -165,7 +165,7 @@ def main(config: WorkerConfig) -> int:
                 config = dataclasses.replace(config, memory_share=config.memory_share / group.member.local_size)
             thread = ModelThread()
             # Loaded before the event loop takes over signals: until then they end the process at once.
-            runner, files = thread.call(lambda: load(config, group)).result()
+            runner, files = thread.run(lambda: load(config, group))
             if group is not None and not group.is_first:
                 return follow(Worker(runner, config, thread, group=group), group)
             return asyncio.run(_serve(config, runner, files, thread, started_s, group, entrance))
@@ -196,9 +196,9 @@ def _parallel_group(config: WorkerConfig) -> Iterator[ParallelGroup | None]:
         channel = started.channel if started else inherited_channel(member.rank)
         device = choose_device(config.device, member.local_rank)
         num_stages = config.pipeline_parallel_size
-        # On a thread of its own: Ctrl-C ends the wait for a future, but none within torch, which may be of minutes.
+        # On a thread of its own: Ctrl-C ends a wait for the thread, but none within torch, which may be of minutes.
         meeting = partial(meet, member, device, channel, num_stages=num_stages, is_ordered=config.batch_invariant)
-        group = ModelThread("meeting").call(meeting).result()
+        group = ModelThread("meeting").run(meeting)
         try:
             yield group
             group.tell_end()

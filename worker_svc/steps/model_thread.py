@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 import structlog
@@ -16,6 +16,7 @@ import structlog
 log = structlog.get_logger()
 
 T = TypeVar("T")
+_SIGNALS_S = 1.0  # how long Ctrl-C may wait at the worst
 
 
 class ModelThread:
@@ -44,6 +45,16 @@ class ModelThread:
 
         self.submit(task)
         return future
+
+    def run(self, function: Callable[[], T]) -> T:
+        """As `call`, and waits for the answer; Ctrl-C ends the wait.
+
+        A signal that comes in the last instant before a wait is handled only when that ends, so each has an end.
+        """
+        future = self.call(function)
+        while not wait([future], timeout=_SIGNALS_S).done:
+            pass
+        return future.result()
 
     def stop(self, timeout_s: float) -> bool:
         """Ends the thread after what was submitted; False if it has not ended in time."""
