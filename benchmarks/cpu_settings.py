@@ -37,7 +37,6 @@ from octavo.serving.plan import waiting_threads
 from octavo.shared.cores import allowed_cores
 from worker_svc.cache.cache_engine import CacheEngine
 from worker_svc.host.touch_ahead import provide
-from worker_svc.host.untouched import untouched_bytes
 from worker_svc.models.attention import AttentionMetadata
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder import Decoder
@@ -109,7 +108,7 @@ def bound(name: str, dtype: str, quantization: str, passes: int) -> Any:
     assert isinstance(model, Decoder)
     num_bytes = token_bytes.of_decoder(model)
     step, threads = decode_step(model, 1, _SEQ_LEN), torch.get_num_threads()
-    numbers = untouched_bytes(_READ_BYTES).fill_(1)
+    numbers = torch.ones(_READ_BYTES, dtype=torch.uint8)
     place = numbers.data_ptr(), numbers.nbytes, threads
     read = min((1024, 4096, 16384), key=lambda ahead: seconds(lambda: library().read_memory(*place, ahead)))
     found = by_turns(

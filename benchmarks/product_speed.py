@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import sys
 import time
 from pathlib import Path
@@ -28,7 +27,6 @@ from kernels.cpu.products.packed_weight import packed_shape
 from kernels.cpu.products.records import Codes, Offset, Records, RecordWeight, Scale
 from kernels.int8_weight import GROUP, PANEL
 from octavo.bench import machine
-from worker_svc.host.untouched import untouched_bytes
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = {"SmolLM2-135M": [(3072, 576), (576, 1536)], "Qwen3-0.6B": [(6144, 1024), (1024, 3072)]}
@@ -83,7 +81,7 @@ KINDS = [
 
 
 def _filled(*shape: int) -> torch.Tensor:
-    return untouched_bytes(math.prod(shape)).view(shape).fill_(_BYTE)
+    return torch.full(shape, _BYTE, dtype=torch.uint8)
 
 
 def measure(out_features: int, in_features: int, rounds: int) -> list[dict[str, Any]]:

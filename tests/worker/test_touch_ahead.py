@@ -14,10 +14,10 @@ import torch
 
 from tests.worker.fake_model import FakeModel, fake_config
 from tests.worker.test_worker import eventually
-from worker_svc.cache.cpu_moves import untouched_zeros
 from worker_svc.config import WorkerConfig
 from worker_svc.host import touch_ahead
 from worker_svc.host.touch_ahead import TouchAhead, provide
+from worker_svc.host.untouched import untouched_zeros
 from worker_svc.steps.model_runner import ModelRunner
 from worker_svc.steps.worker import Worker
 

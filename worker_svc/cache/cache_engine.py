@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker_svc.cache.cpu_moves import CpuMoves, untouched_zeros
+from worker_svc.cache.cpu_moves import CpuMoves
+from worker_svc.host.untouched import untouched_zeros
 from worker_svc.models.config import ModelConfig
 
 # Of a piece of a swap on a GPU. 0.7 ms on a PCIe 4.0 bus of 25 GB/s, for which the copies of a step may have to wait;

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker_svc.host.untouched import untouched_bytes
+from worker_svc.host.untouched import untouched_zeros
 
 
 class CpuMoves:
@@ -44,12 +42,3 @@ def _copy_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: torch.T
     """
     for from_block, to_block in pairs.tolist():
         destination[:, :, to_block].copy_(source[:, :, from_block])
-
-
-def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros whose pages the system provides at their first use.
-
-    `torch.zeros` touches every page at once: 1.5 s a GiB on a virtual machine, most of a worker's way to readiness.
-    Whether the memory is there has been checked before (`cache_sizing`).
-    """
-    return untouched_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)

@@ -5,8 +5,6 @@ The code: native/few_bits_fit.cpp. Nothing is lost wherever the numbers came fro
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from kernels.cpu.library import library, num_threads
@@ -34,7 +32,7 @@ def pack_few_bits(weight: torch.Tensor, most_bits: int = 8) -> torch.Tensor | No
 def _packed(weight: torch.Tensor, dtype: torch.dtype, records: Records) -> torch.Tensor | None:
     out_features, in_features = weight.shape
     shape = records.packed_shape(out_features, in_features)
-    packed = torch.empty(math.prod(shape), dtype=torch.uint8).view(dtype).view(shape[0], -1)
+    packed = torch.empty(shape, dtype=torch.uint8).view(dtype)
     format_ = records.codes.bits, _LEAST[records.codes], records.offset is Offset.FLOAT16
     addresses = packed.data_ptr(), weight.data_ptr()
     fits = library().pack_few_bits(*addresses, *weight.stride(), out_features, in_features, *format_, num_threads())

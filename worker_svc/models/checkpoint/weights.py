@@ -19,7 +19,7 @@ import torch
 
 from kernels.quantized_weight import QuantizedWeight
 from octavo.shared.terminal_row import ByteBar
-from worker_svc.host.untouched import untouched_bytes
+from worker_svc.host.untouched import untouched_zeros
 from worker_svc.models.checkpoint.checkpoint_files import Tensors
 from worker_svc.models.checkpoint.stored_tensor import StoredTensor
 from worker_svc.models.errors import ModelError
@@ -174,7 +174,7 @@ class CheckpointWeights:
         num_bytes = math.prod(shape) * dtype.itemsize
         if self._passing.numel() < num_bytes:
             del self._passing
-            self._passing = untouched_bytes(num_bytes)
+            self._passing = untouched_zeros((num_bytes,), torch.uint8)
         return self._passing[:num_bytes].view(dtype).view(shape)
 
     def _read(
