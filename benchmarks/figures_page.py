@@ -57,6 +57,7 @@ def blocks() -> dict[str, str]:
         "peers": "\n\n".join(_peers(model) for model in MODELS),
         "peers-ratios": _peers_ratios(),
         "peers-limited": _peers_limited(),
+        "peers-elsewhere": _peers_elsewhere(),
         "recovery": _recovery(),
         "slow-network": _slow_network(),
         "step-costs": _step_costs(),
@@ -120,6 +121,19 @@ def _peers_limited() -> str:
         for model in MODELS
         if any(RESULTS.glob(f"????-??-??-peers-{name}-{model}-*.json"))
     ]
+    return "\n\n".join(tables) or NOT_MEASURED
+
+
+def _peers_elsewhere() -> str:
+    """Of machines other than the one that `_peers` shows, the newest of each."""
+    tables = []
+    for model in MODELS:
+        kind = f"????-??-??-peers-{model}-"
+        shown, of_machine = _newest_path(f"peers-{model}", "*").name[len(kind) :], {}
+        for path in sorted(RESULTS.glob(f"{kind}*.json")):
+            of_machine[path.name[len(kind) :]] = path
+        of_machine.pop(shown)
+        tables += [_peers_table(MODELS[model], json.loads(path.read_text())) for path in of_machine.values()]
     return "\n\n".join(tables) or NOT_MEASURED
 
 

@@ -6,6 +6,7 @@ import faulthandler
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,3 +109,10 @@ def _logging_as_it_was() -> Iterator[None]:
     root.handlers[:] = handlers
     root.setLevel(level)
     structlog.reset_defaults()
+
+
+@pytest.fixture(autouse=True)
+def _draws_do_not_depend_on_tests_before() -> None:
+    """Which tests share a process, and torch's generator with it, differs from run to run."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)

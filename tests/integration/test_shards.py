@@ -92,7 +92,8 @@ def service() -> Iterator[tuple[Service, int]]:
             stack.enter_context(
                 FakeWorker(
                     delay_s=0.02,
-                    num_blocks=1024,
+                    num_blocks=4096,
+                    max_model_len=1200,
                     max_num_seqs=32,
                     max_num_batched_tokens=512,
                     prefill_tokens_per_s=1e4,
@@ -159,7 +160,7 @@ async def one_shard() -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
 
 
 async def test_operators_and_clients_see_one_scheduler(sharded: Sharded) -> None:
-    params = pb.SamplingParams(max_tokens=150, ignore_eos=True)
+    params = pb.SamplingParams(max_tokens=1000, ignore_eos=True)  # 20 s, and all are aborted before
     prompts = {f"r{n}": f"{n}|" + "y" * 100 for n in range(12)}
     calls = [
         sharded.inference.Generate(pb.GenerateRequest(request_id=request_id, prompt=prompt, sampling_params=params))

@@ -349,7 +349,7 @@ def test_clamped_swiglu(dtype: torch.dtype) -> None:
     reference.clamped_swiglu(exact, x.double(), alpha=1.702, limit=7.0)
     cpu.clamped_swiglu(out, x, alpha=1.702, limit=7.0)
     torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
-    assert exact.isnan().sum() == 10 and exact.nan_to_num().max() > 40
+    assert exact.isnan().sum() == 10 and exact.nan_to_num().max() > 40  # of 56: some are limited on both sides
 
 
 @DTYPES

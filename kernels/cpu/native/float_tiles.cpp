@@ -13,8 +13,10 @@
 namespace {
 
 const i64 MOST_ROWS = HAS_WIDE_REGISTERS ? 8 : 6;
-const i64 DEPTH =
-    2048;  // of a panel that all rows are multiplied by before the next: it stays in the second cache level
+const i64 WIDE_ROWS = HAS_WIDE_REGISTERS ? 8 : 2;  // of which a tile has all columns
+// Of a panel, the lines that all rows are multiplied by before the next: they stay in the second cache level, and a
+// narrow tile's rows, which it goes through three times, in the first.
+const i64 DEPTH = HAS_WIDE_REGISTERS ? 2048 : 512;
 const i64 SOON_BYTES = 4096;  // how far one row asks ahead of what it reads
 
 struct Float32Weight {
@@ -33,21 +35,21 @@ struct PairWeight {
     static F add(F x, F w, F sum) { return dot_pairs(x, w, sum); }
 };
 
-// C [ROWS, 16 COLUMNS] = S + x . W over `depth` lines of the panel; what lies `ahead` bytes behind is prefetched.
+// C [ROWS, 16 COLUMNS] = S + x . W over `depth` lines of the panel; as many bytes are prefetched from `soon` on.
 template <class Weight, int ROWS, int COLUMNS>
 void tile(const char *x, i64 x_stride, const char *w, i64 depth, const float *s, i64 s_stride, float *c, i64 c_stride,
-          i64 ahead) {
+          const char *soon) {
     F sums[ROWS][COLUMNS];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 3
         for (int v = 0; v < COLUMNS; v++) sums[r][v] = load(s + r * s_stride + v * LANES);
-    for (i64 k = 0; k < depth; k++, w += Weight::LINE, x += 4) {
+    for (i64 k = 0; k < depth; k++, w += Weight::LINE, x += 4, soon += COLUMNS * Weight::VECTOR) {
         F weights[COLUMNS];
 #pragma GCC unroll 3
         for (int v = 0; v < COLUMNS; v++) weights[v] = Weight::read(w + v * Weight::VECTOR);
 #pragma GCC unroll 3
-        for (int i = 0; i < COLUMNS * Weight::VECTOR; i += CACHE_LINE) prefetch(w + ahead + i);
+        for (int i = 0; i < COLUMNS * Weight::VECTOR; i += CACHE_LINE) prefetch(soon + i);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
             F factor = splat_at((const float *)(x + r * x_stride));
@@ -64,27 +66,26 @@ void tile(const char *x, i64 x_stride, const char *w, i64 depth, const float *s,
 // The same for up to `ROWS` rows, by the tile that is made for their number.
 template <class Weight, int ROWS, int COLUMNS>
 void tile_of(i64 rows, const char *x, i64 x_stride, const char *w, i64 depth, const float *s, i64 s_stride, float *c,
-             i64 c_stride, i64 ahead) {
-    if (rows == ROWS) tile<Weight, ROWS, COLUMNS>(x, x_stride, w, depth, s, s_stride, c, c_stride, ahead);
+             i64 c_stride, const char *soon) {
+    if (rows == ROWS) tile<Weight, ROWS, COLUMNS>(x, x_stride, w, depth, s, s_stride, c, c_stride, soon);
     else if constexpr (ROWS > 1)
-        tile_of<Weight, ROWS - 1, COLUMNS>(rows, x, x_stride, w, depth, s, s_stride, c, c_stride, ahead);
+        tile_of<Weight, ROWS - 1, COLUMNS>(rows, x, x_stride, w, depth, s, s_stride, c, c_stride, soon);
 }
 
 template <class Weight>
 void stream(i64 rows, const char *x, i64 x_stride, const char *w, i64 depth, const float *s, i64 s_stride, float *c,
-            i64 c_stride, i64 ahead) {
+            i64 c_stride, const char *soon) {
     for (i64 row = 0; row < rows; row += MOST_ROWS) {
         i64 count = smaller(rows - row, MOST_ROWS);
         const char *from = x + row * x_stride;
         const float *start = s + row * s_stride;
         float *to = c + row * c_stride;
-        if (HAS_WIDE_REGISTERS || count <= 2) {
-            tile_of<Weight, HAS_WIDE_REGISTERS ? 8 : 2, VECTORS>(count, from, x_stride, w, depth, start, s_stride, to,
-                                                                 c_stride, ahead);
+        if (count <= WIDE_ROWS) {
+            tile_of<Weight, WIDE_ROWS, VECTORS>(count, from, x_stride, w, depth, start, s_stride, to, c_stride, soon);
         } else {
-            for (int v = 0; v < VECTORS; v++)
+            for (int v = 0; v < VECTORS; v++)  // a third of the bytes each, as memory is fastest at one place
                 tile_of<Weight, MOST_ROWS, 1>(count, from, x_stride, w + v * Weight::VECTOR, depth, start + v * LANES,
-                                              s_stride, to + v * LANES, c_stride, ahead);
+                                              s_stride, to + v * LANES, c_stride, soon + v * depth * Weight::VECTOR);
         }
     }
 }
@@ -92,13 +93,15 @@ void stream(i64 rows, const char *x, i64 x_stride, const char *w, i64 depth, con
 template <class Weight>
 void add_panel(const PanelWork &work) {
     i64 lines = work.depth / Weight::INPUTS, bytes = lines * Weight::LINE;
-    // One tile reads memory as fast as it comes, and goes on into the next panel; more find the panel in the cache.
-    i64 ahead = work.rows <= MOST_ROWS && work.start_stride == 0 ? SOON_BYTES : work.has_next ? bytes : 0;
+    // One tile of all columns reads memory as fast as it comes, and goes on into the next panel. Else lines are read many
+    // times, and found in the cache.
+    i64 ahead = work.rows <= WIDE_ROWS && work.start_stride == 0 ? SOON_BYTES : work.has_next ? bytes : 0;
     for (i64 k = 0; k < lines || k == 0; k += DEPTH) {
         i64 count = smaller(lines - k, DEPTH);
         const float *s = k ? work.sums : work.start;
-        stream<Weight>(work.rows, work.x + k * 4, work.x_stride, work.weight + k * Weight::LINE, count, s,
-                       k ? work.sums_stride : work.start_stride, work.sums, work.sums_stride, ahead);
+        const char *w = work.weight + k * Weight::LINE;
+        stream<Weight>(work.rows, work.x + k * 4, work.x_stride, w, count, s, k ? work.sums_stride : work.start_stride,
+                       work.sums, work.sums_stride, w + ahead);
     }
 }
 
