@@ -31,6 +31,7 @@ from tests.tiny_models import make_tiny_llama
 
 DEADLINE_S = 30.0
 NUM_REQUESTS = 32
+MODEL_LEN = 1200  # more than any test waits for
 ONE = pb.SamplingParams(max_tokens=1)
 KINDS: dict[str, pb.SamplingParams] = {
     "greedy": pb.SamplingParams(temperature=0.0),
@@ -93,7 +94,7 @@ def service() -> Iterator[tuple[Service, int]]:
                 FakeWorker(
                     delay_s=0.02,
                     num_blocks=4096,
-                    max_model_len=1200,
+                    max_model_len=MODEL_LEN,
                     max_num_seqs=32,
                     max_num_batched_tokens=512,
                     prefill_tokens_per_s=1e4,
@@ -152,7 +153,7 @@ async def answer_to(stub: inference_pb2_grpc.InferenceStub, request: pb.Generate
 
 @asynccontextmanager
 async def one_shard() -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
-    with FakeWorker(num_blocks=2048, max_num_seqs=64, max_num_batched_tokens=1024) as worker:
+    with FakeWorker(num_blocks=2048, max_model_len=MODEL_LEN, max_num_seqs=64, max_num_batched_tokens=1024) as worker:
         with scheduler(f"--worker={worker.address}") as alone:
             alone.wait_until_ready()
             async with grpc.aio.insecure_channel(alone.address) as channel:
