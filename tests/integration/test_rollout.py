@@ -160,6 +160,7 @@ async def test_a_model_is_rolled_over_under_load(pool: Pool, oracles: dict[str, 
         (new,) = (each for each in (await clients.models()).values() if each.fingerprint not in before)
         assert (new.name, new.is_current) == ("a", True)
         switched_s, so_far = time.monotonic(), len(clients.answers)
+        await until(lambda: _runs(control, addresses["old"], 0))  # what it had; what runs from now on is late
         late = [asyncio.create_task(clients.ask(n, f"a@{old.fingerprint[:12]}", PROMPTS[2], 150)) for n in range(6)]
         await until(lambda: _runs(control, addresses["old"], 6))
         await control.Drain(pb.DrainRequest(worker=addresses["old"]))
@@ -233,4 +234,4 @@ async def _has(clients: Clients, count: int) -> bool:
 
 async def _runs(control: inference_pb2_grpc.ControlStub, worker: str, count: int) -> bool:
     states = (await control.ListWorkers(pb.ListWorkersRequest())).workers
-    return any(state.num_running >= count for state in states if state.address == worker)
+    return any(state.num_running == count for state in states if state.address == worker)

@@ -98,8 +98,9 @@ def test_a_thread_that_ends_gives_its_memory_back() -> None:
             thread.join()
         return psutil.Process().memory_info().rss
 
-    before = in_threads(5)
-    assert in_threads(60) - before < 60 << 20
+    sizes = [in_threads(5), in_threads(60), in_threads(60)]
+    # Once something else of this process may grow meanwhile; what threads keep, they keep both times.
+    assert min(sizes[1] - sizes[0], sizes[2] - sizes[1]) < 60 << 20
 
 
 ROWS, CACHE, ANGLES = torch.zeros(2, 2, 16), torch.zeros(1, 2, 16, 16), torch.zeros(9, 16)
