@@ -128,12 +128,10 @@ def _peers_elsewhere() -> str:
     """Of machines other than the one that `_peers` shows, the newest of each."""
     tables = []
     for model in MODELS:
-        kind = f"????-??-??-peers-{model}-"
-        shown, of_machine = _newest_path(f"peers-{model}", "*").name[len(kind) :], {}
-        for path in sorted(RESULTS.glob(f"{kind}*.json")):
-            of_machine[path.name[len(kind) :]] = path
-        of_machine.pop(shown)
-        tables += [_peers_table(MODELS[model], json.loads(path.read_text())) for path in of_machine.values()]
+        paths = sorted(RESULTS.glob(f"????-??-??-peers-{model}-*.json"))
+        newest_of_each = {path.name[len("2026-01-01") :]: path for path in paths}.values()
+        others = [path for path in newest_of_each if path != _newest_path(f"peers-{model}", "*")]
+        tables += [_peers_table(MODELS[model], json.loads(path.read_text(encoding="utf-8"))) for path in others]
     return "\n\n".join(tables) or NOT_MEASURED
 
 

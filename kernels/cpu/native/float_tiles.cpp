@@ -83,7 +83,7 @@ void stream(i64 rows, const char *x, i64 x_stride, const char *w, i64 depth, con
         if (count <= WIDE_ROWS) {
             tile_of<Weight, WIDE_ROWS, VECTORS>(count, from, x_stride, w, depth, start, s_stride, to, c_stride, soon);
         } else {
-            for (int v = 0; v < VECTORS; v++)  // a third of the bytes each, as memory is fastest at one place
+            for (int v = 0; v < VECTORS; v++)  // each prefetches a third of the next panel, in one piece
                 tile_of<Weight, MOST_ROWS, 1>(count, from, x_stride, w + v * Weight::VECTOR, depth, start + v * LANES,
                                               s_stride, to + v * LANES, c_stride, soon + v * depth * Weight::VECTOR);
         }
