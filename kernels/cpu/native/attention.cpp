@@ -1,9 +1,8 @@
 // Paged attention: formula and arguments as in `kernels.oracles.reference.paged_attention`.
 //
 // Kwon et al. 2023 (arXiv:2309.06180) for the paged cache; Milakov and Gimelshein 2018 (arXiv:1805.02867) for the
-// softmax that is computed tile by tile with a running maximum and sum. An item is a tile of query tokens and some
-// query heads of one key/value head: all of its group, or a slice where there would be fewer items than threads. These
-// make its rows:
+// softmax that is computed tile by tile with a running maximum and sum. A tile of query tokens and some query heads of
+// one key/value head - all of its group, or a slice where there would be fewer items than threads - make rows:
 //
 //     rows [tokens x heads]  q -------- . K^T of 64 keys ---> scores [rows, 64] --- softmax, running m, l ---> p
 //                                                             acc [rows, head] <--- rescaled, + p . V of 64 keys
@@ -17,7 +16,9 @@
 //
 // Few rows take keys and values from where they lie in the cache: 16 keys by 16 elements are loaded, transposed in
 // registers and multiplied. Blocks lie anywhere, so the processor does not see the next ones coming; what is read two
-// runs of 16 keys later is prefetched. Many rows share a copy of a tile: keys transposed, values as float32.
+// runs of 16 keys later is prefetched. Within a block key/value heads lie side by side, and memory is quicker by larger
+// pieces. So where there are enough items, one has several of these heads, which take turns at each 64 keys. Many rows
+// share a copy of a tile: keys transposed, values as float32.
 //
 // Every row's sums run in one order: over the head's elements, over key tiles that start at multiples of 64, over their
 // keys. Segments of 2,048 keys, which start at multiples of that, have a softmax each; these are put together in order
@@ -40,6 +41,8 @@ const int ROWS = 4;          // multiplied at once where keys lie: 4 x 4 sums an
 const int MANY_ROWS = HAS_WIDE_REGISTERS ? 6 : 4;  // and by a copy: 6 x 4 sums, for 10 loads
 const int COLUMNS = HAS_WIDE_REGISTERS ? 4 : 1;
 const i64 FEW_ROWS = 8;           // so many are quicker without a copy, though each four of them read anew
+const i64 MOST_TOGETHER = 8;      // slices of an item: 32 KiB of a block with 4 KiB of each head
+const i64 ITEMS_OF_THREAD = 8;    // or more, before slices share one
 const float NO_MAXIMUM = -1e30f;  // of a row that has met no key: finite, as what is subtracted from scores
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------
@@ -96,7 +99,7 @@ struct HeadCut {
         slices = ceil_div(group, size);
     }
 };
-struct Heads {  // of an item: query heads `first` .. first + count - 1
+struct Heads {  // of a slice: query heads `first` .. first + count - 1
     i64 of_keys, first, count;
 };
 
@@ -194,48 +197,46 @@ void score_in_place(const float *q, i64 size, const Place<S> &here, const S *aft
     }
 }
 
-// acc [NUM, 16 WIDTH] += p [NUM, keys] . V in some columns.
+// acc [NUM, 16 WIDTH] += p [NUM, keys] . V in some columns of one run; as many lines are prefetched from `soon` on.
 template <int NUM, int WIDTH, class S>
-void add_values(const float *p, const Place<S> &here, i64 size, i64 column, i64 num_keys, float *acc, const S *after,
-                const i64 *starts_after) {
+void add_values(const float *p, const S *line, i64 size, i64 num_keys, float *acc, const S *soon) {
     F sums[NUM][WIDTH];
 #pragma GCC unroll 4
     for (int r = 0; r < NUM; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < WIDTH; v++) sums[r][v] = load(acc + r * size + column + v * LANES);
-    i64 count = (num_keys + RUN - 1) / RUN;
-    for (i64 run = 0; run < count; run++) {
-        const S *line = here.values + here.starts[run] + column,
-                *soon = ahead_of(run, count, here.values, here.starts, after, starts_after) + column;
-        i64 end = smaller(num_keys, (run + 1) * RUN);
-        for (i64 key = run * RUN; key < end; key++, line += size, soon += size) {
+        for (int v = 0; v < WIDTH; v++) sums[r][v] = load(acc + r * size + v * LANES);
+    for (i64 key = 0; key < num_keys; key++, line += size, soon += WIDTH * LANES) {
 #pragma GCC unroll 4
-            for (int i = 0; i < WIDTH * LANES * (int)sizeof(S); i += CACHE_LINE) prefetch(at(soon, i));
-            F values[WIDTH];
+        for (int i = 0; i < WIDTH * LANES * (int)sizeof(S); i += CACHE_LINE) prefetch(at(soon, i));
+        F values[WIDTH];
 #pragma GCC unroll 4
-            for (int v = 0; v < WIDTH; v++) values[v] = load(line + v * LANES);
+        for (int v = 0; v < WIDTH; v++) values[v] = load(line + v * LANES);
 #pragma GCC unroll 4
-            for (int r = 0; r < NUM; r++) {
-                F weight = splat_at(p + r * KEYS + key);
+        for (int r = 0; r < NUM; r++) {
+            F weight = splat_at(p + r * KEYS + key);
 #pragma GCC unroll 4
-                for (int v = 0; v < WIDTH; v++) sums[r][v] = fma(weight, values[v], sums[r][v]);
-            }
+            for (int v = 0; v < WIDTH; v++) sums[r][v] = fma(weight, values[v], sums[r][v]);
         }
     }
 #pragma GCC unroll 4
     for (int r = 0; r < NUM; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < WIDTH; v++) store(acc + r * size + column + v * LANES, sums[r][v]);
+        for (int v = 0; v < WIDTH; v++) store(acc + r * size + v * LANES, sums[r][v]);
 }
 
 template <int NUM, class S>
 void add_in_place(const float *p, const Place<S> &here, i64 size, i64 num_keys, float *acc, const S *after,
                   const i64 *starts_after) {
-    i64 column = 0;
-    for (; column + COLUMNS * LANES <= size; column += COLUMNS * LANES)
-        add_values<NUM, COLUMNS>(p, here, size, column, num_keys, acc, after, starts_after);
-    for (; column < size; column += LANES)
-        add_values<NUM, 1>(p, here, size, column, num_keys, acc, after, starts_after);
+    i64 runs = here.num_runs();
+    for (i64 run = 0; run * RUN < num_keys; run++, p += RUN) {
+        const S *line = here.values + here.starts[run],
+                *soon = ahead_of(run, runs, here.values, here.starts, after, starts_after);
+        i64 count = smaller(num_keys - run * RUN, RUN), column = 0;
+        for (; column + COLUMNS * LANES <= size; column += COLUMNS * LANES)
+            add_values<NUM, COLUMNS>(p, line + column, size, count, acc + column, soon + column * RUN);
+        for (; column < size; column += LANES)
+            add_values<NUM, 1>(p, line + column, size, count, acc + column, soon + column * RUN);
+    }
 }
 
 // ---- many rows: a copy of keys and values ---------------------------------------------------------------------------
@@ -351,36 +352,30 @@ void weigh(float *scores, Running &running, float *acc, i64 width) {
 }
 
 // ---- an item --------------------------------------------------------------------------------------------------------
-struct Rows {  // of an item
-    float *q, *acc, *total_acc, *scores, *lines, *keys;
+struct Rows {  // of a slice
+    float *q, *acc, *total_acc;
     Running *running, *total;  // of the present segment, and of those before it
     i64 *positions;
     i64 count, padded;
+    float *scores, *lines, *keys;  // of those that have a turn
 };
 
-Rows make_rows(const Attention &a, const QueryTile &tile, Heads heads, i64 padded) {
-    i64 count = tile.count * heads.count;
-    i64 numbers = 3 * count * padded + larger(count, ROWS) * KEYS + 2 * KEYS * padded;
-    char *memory = (char *)scratch(OF_ITEM, numbers * 4 + count * (i64)(2 * sizeof(Running) + 8));
-    auto take = [&](i64 numbers) {
-        float *place = (float *)memory;
-        memory += numbers * 4;
-        return place;
-    };
-    Rows rows = {take(count * padded),
-                 take(count * padded),
-                 take(count * padded),
-                 take(larger(count, ROWS) * KEYS),
-                 take(KEYS * padded),
-                 take(KEYS * padded),
-                 0,
-                 0,
-                 0,
-                 count,
-                 padded};
-    rows.positions = (i64 *)memory, rows.running = (Running *)(rows.positions + count);
-    rows.total = rows.running + count;
-    memset(rows.acc, 0, 2 * count * padded * 4);  // and `total_acc` behind it
+i64 ceil_bytes(i64 bytes) { return ceil_div(bytes, CACHE_LINE) * CACHE_LINE; }
+i64 bytes_of_rows(i64 count, i64 padded) {
+    return ceil_bytes(count * (3 * padded * 4 + (i64)(2 * sizeof(Running)) + 8));
+}
+i64 bytes_of_turn(i64 count, i64 padded) { return (larger(count, ROWS) * KEYS + 2 * KEYS * padded) * 4; }
+
+// Memory is of both kinds; what one of them has a turn for lies at `turn`.
+Rows make_rows(const Attention &a, const QueryTile &tile, Heads heads, i64 padded, char *memory, char *turn) {
+    i64 count = tile.count * heads.count, numbers = count * padded;
+    Rows rows = {};
+    rows.count = count, rows.padded = padded;
+    rows.q = (float *)memory, rows.acc = rows.q + numbers, rows.total_acc = rows.acc + numbers;
+    rows.running = (Running *)(rows.total_acc + numbers), rows.total = rows.running + count;
+    rows.positions = (i64 *)(rows.total + count);
+    rows.lines = (float *)turn, rows.keys = rows.lines + KEYS * padded, rows.scores = rows.keys + KEYS * padded;
+    memset(rows.acc, 0, 2 * numbers * 4);  // and `total_acc` behind it
     for (i64 row = 0; row < count; row++) {
         rows.positions[row] = position_of(a, tile, row / heads.count);
         rows.running[row] = rows.total[row] = {NO_MAXIMUM, 0.0f};
@@ -450,51 +445,77 @@ struct Walk {
     const Attention &a;
     const QueryTile *tiles;
     HeadCut cut;
+    i64 together;  // slices of an item
     i64 padded;
     bool may_stay;
     Parts parts;
 
-    i64 items_of_tile() const { return a.cache.num_kv_heads * cut.slices; }
-    Heads heads_of(i64 item) const {
-        i64 head = item % items_of_tile() / cut.slices, first = item % cut.slices * cut.size;
+    i64 slices_of_tile() const { return a.cache.num_kv_heads * cut.slices; }
+    i64 items_of_tile() const { return ceil_div(slices_of_tile(), together); }
+    Heads heads_of(i64 slice) const {
+        i64 head = slice / cut.slices, first = slice % cut.slices * cut.size;
         return {head, head * cut.group + first, smaller(cut.size, cut.group - first)};
     }
 
-    // Where the keys lie that come after these: of this phase, of this item's next, or of the next item; or these.
-    Place<S> next_place(i64 item, i64 end, i64 phase, Keys keys, const Place<S> &here) const {
-        i64 head = heads_of(item).of_keys;
-        const QueryTile &tile = tiles[item / items_of_tile()];
-        if (keys.first + KEYS < keys.end) return find<S>(a, head, {keys.sequence, keys.first + KEYS, keys.end});
-        if (phase < tile.num_sequences) return find<S>(a, head, keys_of(a, tile, phase + 1));
-        if (item + 1 >= end) return here;
-        const QueryTile &other = tiles[(item + 1) / items_of_tile()];
-        return find<S>(a, heads_of(item + 1).of_keys, keys_of(a, other, other.shared_keys ? 0 : 1));
+    void item(i64 number, i64 end) const {
+        const QueryTile &tile = tiles[number / items_of_tile()];
+        i64 slice = number % items_of_tile() * together, last = smaller(slice + together, slices_of_tile());
+        bool take_turns = tile.count * cut.size <= FEW_ROWS;  // else rows of all would not stay in the cache
+        for (i64 first = slice; first < last; first = slice) {
+            slice = take_turns ? last : first + 1;
+            i64 next = number + 1;
+            if (slice < last) meet_keys(tile, first, slice, &tile, slice);
+            else if (next < end)
+                meet_keys(tile, first, slice, tiles + next / items_of_tile(), next % items_of_tile() * together);
+            else meet_keys(tile, first, slice, 0, 0);
+        }
     }
 
-    void item(i64 number, i64 end) const {
-        Heads heads = heads_of(number);
-        const QueryTile &tile = tiles[number / items_of_tile()];
-        Rows rows = make_rows(a, tile, heads, padded);
-        if (a.element == FLOAT32) read_query<float>(a, tile, heads, rows);
-        else read_query<Bfloat16>(a, tile, heads, rows);
-        for (i64 phase = tile.shared_keys ? 0 : 1; phase <= tile.num_sequences; phase++) {
-            Keys keys = keys_of(a, tile, phase);
-            i64 first_row = 0, end_row = rows.count;
-            if (phase && tile.num_sequences > 1) first_row = (phase - 1) * heads.count, end_row = phase * heads.count;
-            for (; keys.first < keys.end; keys.first += KEYS) {
-                if (keys.first && keys.first % SEGMENT == 0) end_segment(rows, first_row, end_row);
-                if (may_stay && end_row - first_row <= FEW_ROWS) {
-                    Place<S> here = find<S>(a, heads.of_keys, keys);
-                    meet_in_place(rows, heads, first_row, end_row, here, next_place(number, end, phase, keys, here));
-                } else {
-                    meet_copy(rows, heads, first_row, end_row, keys);
-                }
-            }
+    // Slices first .. end - 1 of a tile; then come those of `next_tile` from `next_slice` on, if there is one.
+    void meet_keys(const QueryTile &tile, i64 first, i64 end, const QueryTile *next_tile, i64 next_slice) const {
+        i64 most = tile.count * cut.size, size = bytes_of_rows(most, padded), of_turn = bytes_of_turn(most, padded);
+        char *turn = (char *)scratch(OF_ITEM, of_turn + (end - first) * size);
+        Rows rows_of_slices[MOST_TOGETHER], *all = rows_of_slices - first;
+        for (i64 slice = first; slice < end; slice++) {
+            Heads heads = heads_of(slice);
+            all[slice] = make_rows(a, tile, heads, padded, turn + of_turn + (slice - first) * size, turn);
+            if (a.element == FLOAT32) read_query<float>(a, tile, heads, all[slice]);
+            else read_query<Bfloat16>(a, tile, heads, all[slice]);
         }
-        end_segment(rows, 0, rows.count);
-        if (tile.num_segments && !is_last_part(tile, heads, rows)) return;
-        if (a.element == FLOAT32) write_out<float>(a, tile, heads, rows);
-        else write_out<Bfloat16>(a, tile, heads, rows);
+        // Where the keys lie that come after these: of the next slice, of the first one's next tile of keys or phase, of
+        // the next tile; or these.
+        auto next_place = [&](i64 slice, i64 phase, Keys keys, const Place<S> &here) {
+            if (slice + 1 < end) return find<S>(a, heads_of(slice + 1).of_keys, keys);
+            i64 head = heads_of(first).of_keys;
+            if (keys.first + KEYS < keys.end) return find<S>(a, head, {keys.sequence, keys.first + KEYS, keys.end});
+            if (phase < tile.num_sequences) return find<S>(a, head, keys_of(a, tile, phase + 1));
+            if (!next_tile) return here;
+            return find<S>(a, heads_of(next_slice).of_keys, keys_of(a, *next_tile, next_tile->shared_keys ? 0 : 1));
+        };
+        for (i64 phase = tile.shared_keys ? 0 : 1; phase <= tile.num_sequences; phase++)
+            for (Keys keys = keys_of(a, tile, phase); keys.first < keys.end; keys.first += KEYS)
+                for (i64 slice = first; slice < end; slice++) {
+                    Rows &rows = all[slice];
+                    Heads heads = heads_of(slice);
+                    i64 first_row = 0, end_row = rows.count;
+                    if (phase && tile.num_sequences > 1)
+                        first_row = (phase - 1) * heads.count, end_row = phase * heads.count;
+                    if (keys.first && keys.first % SEGMENT == 0) end_segment(rows, first_row, end_row);
+                    if (may_stay && end_row - first_row <= FEW_ROWS) {
+                        Place<S> here = find<S>(a, heads.of_keys, keys);
+                        meet_in_place(rows, heads, first_row, end_row, here, next_place(slice, phase, keys, here));
+                    } else {
+                        meet_copy(rows, heads, first_row, end_row, keys);
+                    }
+                }
+        for (i64 slice = first; slice < end; slice++) {
+            Rows &rows = all[slice];
+            Heads heads = heads_of(slice);
+            end_segment(rows, 0, rows.count);
+            if (tile.num_segments && !is_last_part(tile, heads, rows)) continue;
+            if (a.element == FLOAT32) write_out<float>(a, tile, heads, rows);
+            else write_out<Bfloat16>(a, tile, heads, rows);
+        }
     }
 
     // Leaves the total of a tile's segment with those of the others; who comes last gets them all together.
@@ -583,7 +604,10 @@ template <class S>
 void attend_to(Team &team, const Attention &a, const QueryTile *tiles, i64 num_tiles, Parts parts) {
     i64 padded = (a.cache.head_size + LANES - 1) / LANES * LANES;
     bool may_stay = padded == a.cache.head_size && a.cache.block_size % RUN == 0;
-    Walk<S> walk = {a, tiles, HeadCut(a, num_tiles, team.threads), padded, may_stay, parts};
+    HeadCut cut(a, num_tiles, team.threads);
+    i64 slices = num_tiles * a.cache.num_kv_heads * cut.slices;
+    i64 together = larger(1, smaller(slices / (ITEMS_OF_THREAD * team.threads), MOST_TOGETHER));
+    Walk<S> walk = {a, tiles, cut, together, padded, may_stay, parts};
     share(team, num_tiles * walk.items_of_tile(), [&](i64 item, i64 end) { walk.item(item, end); });
 }
 

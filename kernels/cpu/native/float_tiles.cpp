@@ -14,9 +14,8 @@ namespace {
 
 const i64 MOST_ROWS = HAS_WIDE_REGISTERS ? 8 : 6;
 const i64 WIDE_ROWS = HAS_WIDE_REGISTERS ? 8 : 2;  // of which a tile has all columns
-// Of a panel, the lines that all rows are multiplied by before the next: they stay in the second cache level, and a
-// narrow tile's rows, which it goes through three times, in the first.
-const i64 DEPTH = HAS_WIDE_REGISTERS ? 2048 : 512;
+const i64 DEPTH = 2048;            // lines of a panel that all rows meet before the next: in the second cache level
+const i64 NARROW_BYTES = 12 << 10;  // the same of narrow tiles, which go through lines often: in the first
 const i64 SOON_BYTES = 4096;  // how far one row asks ahead of what it reads
 
 struct Float32Weight {
@@ -72,22 +71,21 @@ void tile_of(i64 rows, const char *x, i64 x_stride, const char *w, i64 depth, co
         tile_of<Weight, ROWS - 1, COLUMNS>(rows, x, x_stride, w, depth, s, s_stride, c, c_stride, soon);
 }
 
+// Tiles of about as many rows each; a narrow third of the lines meets all of them before the next third.
 template <class Weight>
 void stream(i64 rows, const char *x, i64 x_stride, const char *w, i64 depth, const float *s, i64 s_stride, float *c,
             i64 c_stride, const char *soon) {
-    for (i64 row = 0; row < rows; row += MOST_ROWS) {
-        i64 count = smaller(rows - row, MOST_ROWS);
-        const char *from = x + row * x_stride;
-        const float *start = s + row * s_stride;
-        float *to = c + row * c_stride;
-        if (count <= WIDE_ROWS) {
-            tile_of<Weight, WIDE_ROWS, VECTORS>(count, from, x_stride, w, depth, start, s_stride, to, c_stride, soon);
-        } else {
-            for (int v = 0; v < VECTORS; v++)  // each prefetches a third of the next panel, in one piece
-                tile_of<Weight, MOST_ROWS, 1>(count, from, x_stride, w + v * Weight::VECTOR, depth, start + v * LANES,
-                                              s_stride, to + v * LANES, c_stride, soon + v * depth * Weight::VECTOR);
+    constexpr int COLUMNS = HAS_WIDE_REGISTERS ? VECTORS : 1;
+    if (rows <= WIDE_ROWS)
+        return tile_of<Weight, WIDE_ROWS, VECTORS>(rows, x, x_stride, w, depth, s, s_stride, c, c_stride, soon);
+    i64 tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
+    for (int v = 0; v < VECTORS; v += COLUMNS, w += COLUMNS * Weight::VECTOR, soon += depth * COLUMNS * Weight::VECTOR)
+        for (i64 i = 0, row = 0, count; i < tiles; i++, row += count) {
+            count = (rows - row) / (tiles - i);
+            tile_of<Weight, MOST_ROWS, COLUMNS>(count, x + row * x_stride, x_stride, w, depth,
+                                                s + row * s_stride + v * LANES, s_stride,
+                                                c + row * c_stride + v * LANES, c_stride, soon);
         }
-    }
 }
 
 template <class Weight>
@@ -96,8 +94,9 @@ void add_panel(const PanelWork &work) {
     // One tile of all columns reads memory as fast as it comes, and goes on into the next panel. Else lines are read many
     // times, and found in the cache.
     i64 ahead = work.rows <= WIDE_ROWS && work.start_stride == 0 ? SOON_BYTES : work.has_next ? bytes : 0;
-    for (i64 k = 0; k < lines || k == 0; k += DEPTH) {
-        i64 count = smaller(lines - k, DEPTH);
+    i64 at_once = HAS_WIDE_REGISTERS || work.rows <= WIDE_ROWS ? DEPTH : NARROW_BYTES / Weight::LINE;
+    for (i64 k = 0; k < lines || k == 0; k += at_once) {
+        i64 count = smaller(lines - k, at_once);
         const float *s = k ? work.sums : work.start;
         const char *w = work.weight + k * Weight::LINE;
         stream<Weight>(work.rows, work.x + k * 4, work.x_stride, w, count, s, k ? work.sums_stride : work.start_stride,

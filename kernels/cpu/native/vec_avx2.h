@@ -205,13 +205,19 @@ INLINE void transpose_eight(__m256 r[8]) {
         r[i + 4] = _mm256_permute2f128_ps(b[i], b[i + 4], 0x31);
     }
 }
-// 16 vectors become their columns: four blocks of 8 by 8.
+// 16 vectors become their columns: four blocks of 8 by 8, two at a time, for which there are registers.
 INLINE void transpose(F r[LANES]) {
-    __m256 top_left[8], top_right[8], low_left[8], low_right[8];
-    for (int i = 0; i < 8; i++)
-        top_left[i] = r[i].a, top_right[i] = r[i].b, low_left[i] = r[8 + i].a, low_right[i] = r[8 + i].b;
-    transpose_eight(top_left), transpose_eight(top_right), transpose_eight(low_left), transpose_eight(low_right);
-    for (int i = 0; i < 8; i++) r[i] = {top_left[i], low_left[i]}, r[8 + i] = {top_right[i], low_right[i]};
+    __m256 low_left[8], top_right[8], top_left[8], low_right[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) low_left[i] = r[8 + i].a, top_right[i] = r[i].b;
+    transpose_eight(low_left), transpose_eight(top_right);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) r[i].b = low_left[i], r[8 + i].a = top_right[i];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) top_left[i] = r[i].a, low_right[i] = r[8 + i].b;
+    transpose_eight(top_left), transpose_eight(low_right);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) r[i].a = top_left[i], r[8 + i].b = low_right[i];
 }
 
 // Of 16 lanes their sum or the largest, in one order: lane i with i + 8, then with i + 4, i + 2 and i + 1.
