@@ -76,6 +76,21 @@ def test_a_shared_prefix_of_many_heads_is_read_for_a_few_sequences_at_a_time(mon
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_key_heads_that_take_turns_change_no_bit(dtype: torch.dtype) -> None:
+    """Of many sequences, some of which share keys, have several segments or are prompts; eight heads at a time, or
+    four, or one."""
+    query_lens, context_lens = [1] * 9 + [40] + [1] * 14, [150, 40, 2300, 700, 90] * 4 + [300] * 4
+    case = PagedCase(query_lens, context_lens, num_heads=24, num_kv_heads=12, head_size=32, block_size=16, dtype=dtype)
+    case.block_tables[-4:, :8] = case.block_tables[-1, :8].clone()
+    found = []
+    for threads in (1, 4, 40):
+        with threads_of(threads):
+            found.append(attend(case))
+    assert all(torch.equal(each, found[0]) for each in found[1:])
+    check_found(case, found[0], {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("lengths", [ONE, MANY_KEYS, PROMPT, DECODES], ids=["one", "many keys", "prompt", "decodes"])
 @pytest.mark.parametrize("sizes", [LATENT, MQA, GROUPED], ids=["latent", "one head", "two heads"])
 def test_a_result_has_the_same_bits_with_any_number_of_threads(

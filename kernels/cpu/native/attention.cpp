@@ -102,6 +102,10 @@ struct HeadCut {
 struct Heads {  // of a slice: query heads `first` .. first + count - 1
     i64 of_keys, first, count;
 };
+struct Slices {  // of an item
+    const QueryTile *tile;
+    i64 first, end;
+};
 
 struct Keys {
     i64 sequence, first, end;
@@ -366,7 +370,7 @@ i64 bytes_of_rows(i64 count, i64 padded) {
 }
 i64 bytes_of_turn(i64 count, i64 padded) { return (larger(count, ROWS) * KEYS + 2 * KEYS * padded) * 4; }
 
-// Memory is of both kinds; what one of them has a turn for lies at `turn`.
+// In memory of their own and, for what they need in their turn, in memory that slices share.
 Rows make_rows(const Attention &a, const QueryTile &tile, Heads heads, i64 padded, char *memory, char *turn) {
     i64 count = tile.count * heads.count, numbers = count * padded;
     Rows rows = {};
@@ -456,66 +460,67 @@ struct Walk {
         i64 head = slice / cut.slices, first = slice % cut.slices * cut.size;
         return {head, head * cut.group + first, smaller(cut.size, cut.group - first)};
     }
+    Slices slices_of(i64 item) const {
+        i64 first = item % items_of_tile() * together;
+        return {tiles + item / items_of_tile(), first, smaller(first + together, slices_of_tile())};
+    }
 
     void item(i64 number, i64 end) const {
-        const QueryTile &tile = tiles[number / items_of_tile()];
-        i64 slice = number % items_of_tile() * together, last = smaller(slice + together, slices_of_tile());
-        bool take_turns = tile.count * cut.size <= FEW_ROWS;  // else rows of all would not stay in the cache
-        for (i64 first = slice; first < last; first = slice) {
-            slice = take_turns ? last : first + 1;
-            i64 next = number + 1;
-            if (slice < last) meet_keys(tile, first, slice, &tile, slice);
-            else if (next < end)
-                meet_keys(tile, first, slice, tiles + next / items_of_tile(), next % items_of_tile() * together);
-            else meet_keys(tile, first, slice, 0, 0);
+        Slices all = slices_of(number), next = number + 1 < end ? slices_of(number + 1) : Slices{};
+        if (all.tile->count * cut.size <= FEW_ROWS) return meet_keys(all, next);
+        for (i64 slice = all.first; slice < all.end; slice++) {  // else rows of all would not stay in the cache
+            Slices others = {all.tile, slice + 1, all.end};
+            meet_keys({all.tile, slice, slice + 1}, slice + 1 < all.end ? others : next);
         }
     }
 
-    // Slices first .. end - 1 of a tile; then come those of `next_tile` from `next_slice` on, if there is one.
-    void meet_keys(const QueryTile &tile, i64 first, i64 end, const QueryTile *next_tile, i64 next_slice) const {
-        i64 most = tile.count * cut.size, size = bytes_of_rows(most, padded), of_turn = bytes_of_turn(most, padded);
-        char *turn = (char *)scratch(OF_ITEM, of_turn + (end - first) * size);
-        Rows rows_of_slices[MOST_TOGETHER], *all = rows_of_slices - first;
-        for (i64 slice = first; slice < end; slice++) {
-            Heads heads = heads_of(slice);
-            all[slice] = make_rows(a, tile, heads, padded, turn + of_turn + (slice - first) * size, turn);
-            if (a.element == FLOAT32) read_query<float>(a, tile, heads, all[slice]);
-            else read_query<Bfloat16>(a, tile, heads, all[slice]);
+    // The slices take turns at each tile of keys. Others are next, or none.
+    void meet_keys(Slices slices, Slices next) const {
+        const QueryTile &tile = *slices.tile;
+        i64 count = slices.end - slices.first, most = tile.count * cut.size;
+        i64 size = bytes_of_rows(most, padded), of_turn = bytes_of_turn(most, padded);
+        char *memory = (char *)scratch(OF_ITEM, of_turn + count * size);
+        Rows rows[MOST_TOGETHER];
+        for (i64 i = 0; i < count; i++) {
+            Heads heads = heads_of(slices.first + i);
+            rows[i] = make_rows(a, tile, heads, padded, memory + of_turn + i * size, memory);
+            if (a.element == FLOAT32) read_query<float>(a, tile, heads, rows[i]);
+            else read_query<Bfloat16>(a, tile, heads, rows[i]);
         }
-        // Where the keys lie that come after these: of the next slice, of the first one's next tile of keys or phase, of
-        // the next tile; or these.
-        auto next_place = [&](i64 slice, i64 phase, Keys keys, const Place<S> &here) {
-            if (slice + 1 < end) return find<S>(a, heads_of(slice + 1).of_keys, keys);
-            i64 head = heads_of(first).of_keys;
-            if (keys.first + KEYS < keys.end) return find<S>(a, head, {keys.sequence, keys.first + KEYS, keys.end});
-            if (phase < tile.num_sequences) return find<S>(a, head, keys_of(a, tile, phase + 1));
-            if (!next_tile) return here;
-            return find<S>(a, heads_of(next_slice).of_keys, keys_of(a, *next_tile, next_tile->shared_keys ? 0 : 1));
-        };
         for (i64 phase = tile.shared_keys ? 0 : 1; phase <= tile.num_sequences; phase++)
             for (Keys keys = keys_of(a, tile, phase); keys.first < keys.end; keys.first += KEYS)
-                for (i64 slice = first; slice < end; slice++) {
-                    Rows &rows = all[slice];
-                    Heads heads = heads_of(slice);
-                    i64 first_row = 0, end_row = rows.count;
+                for (i64 i = 0; i < count; i++) {
+                    Heads heads = heads_of(slices.first + i);
+                    i64 first_row = 0, end_row = rows[i].count;
                     if (phase && tile.num_sequences > 1)
                         first_row = (phase - 1) * heads.count, end_row = phase * heads.count;
-                    if (keys.first && keys.first % SEGMENT == 0) end_segment(rows, first_row, end_row);
+                    if (keys.first && keys.first % SEGMENT == 0) end_segment(rows[i], first_row, end_row);
                     if (may_stay && end_row - first_row <= FEW_ROWS) {
                         Place<S> here = find<S>(a, heads.of_keys, keys);
-                        meet_in_place(rows, heads, first_row, end_row, here, next_place(slice, phase, keys, here));
+                        Place<S> after = i + 1 < count ? find<S>(a, heads_of(slices.first + i + 1).of_keys, keys)
+                                                       : place_after(slices, next, phase, keys, here);
+                        meet_in_place(rows[i], heads, first_row, end_row, here, after);
                     } else {
-                        meet_copy(rows, heads, first_row, end_row, keys);
+                        meet_copy(rows[i], heads, first_row, end_row, keys);
                     }
                 }
-        for (i64 slice = first; slice < end; slice++) {
-            Rows &rows = all[slice];
-            Heads heads = heads_of(slice);
-            end_segment(rows, 0, rows.count);
-            if (tile.num_segments && !is_last_part(tile, heads, rows)) continue;
-            if (a.element == FLOAT32) write_out<float>(a, tile, heads, rows);
-            else write_out<Bfloat16>(a, tile, heads, rows);
+        for (i64 i = 0; i < count; i++) {
+            Heads heads = heads_of(slices.first + i);
+            end_segment(rows[i], 0, rows[i].count);
+            if (tile.num_segments && !is_last_part(tile, heads, rows[i])) continue;
+            if (a.element == FLOAT32) write_out<float>(a, tile, heads, rows[i]);
+            else write_out<Bfloat16>(a, tile, heads, rows[i]);
         }
+    }
+
+    // Where the keys lie that come after these when all slices have met them: of this phase, of the next one, or of the
+    // slices that are next; or these.
+    Place<S> place_after(Slices slices, Slices next, i64 phase, Keys keys, const Place<S> &here) const {
+        i64 head = heads_of(slices.first).of_keys;
+        if (keys.first + KEYS < keys.end) return find<S>(a, head, {keys.sequence, keys.first + KEYS, keys.end});
+        if (phase < slices.tile->num_sequences) return find<S>(a, head, keys_of(a, *slices.tile, phase + 1));
+        if (!next.tile) return here;
+        return find<S>(a, heads_of(next.first).of_keys, keys_of(a, *next.tile, next.tile->shared_keys ? 0 : 1));
     }
 
     // Leaves the total of a tile's segment with those of the others; who comes last gets them all together.

@@ -7,7 +7,8 @@
 // multiply-add, and so is the offset. Pieces come in order, whatever the tile: a row has the same bits in any company.
 //
 // The instruction for four products and their sum takes codes unsigned. Those that count from below zero come so much
-// higher, and sums start from what that adds, which is known when a row is quantised.
+// higher, and sums start from what that adds, which is known when a row is quantised. Without that instruction there is
+// one for two products and their sum, as words. Sums of codes of four bits stay words for a piece.
 #include "records.h"
 
 namespace {
@@ -19,17 +20,17 @@ const i64 SOON_BYTES = 4096;   // how far tiles of fewer rows ask ahead of what 
 const i64 HALF = GROUP / 2, QUADS_OF_HALF = HALF / 4;
 const i64 WORD_LINE = PANEL * 4;  // bytes
 
-// The bytes of quad i of 16 inputs, 16 outputs; 2^LEAST is what they are too high, where that is not 0.
+// The bytes of quad i of 16 inputs, 16 outputs, BITS of each; 2^LEAST is what they are too high, where that is not 0.
 template <int LEAST_BITS>
 struct FourBits {
-    enum { LEAST = LEAST_BITS, ARE_SMALL = 1 };
+    enum { LEAST = LEAST_BITS, BITS = 4 };
     static INLINED I read(const char *half, int i) {
         I word = load((const int32_t *)(half + i / 2 * WORD_LINE));
         return (i % 2 ? shift_right<4>(word) : word) & splat(0x0f0f0f0f);
     }
 };
 struct SixBits {  // three words with a code in each byte, and two bits of the fourth above it
-    enum { LEAST = 5, ARE_SMALL = 1 };
+    enum { LEAST = 5, BITS = 6 };
     static INLINED I read(const char *half, int i) {
         auto word = [&](int n) INLINED { return load((const int32_t *)(half + n * WORD_LINE)); };
         if (i < 3) return word(i) & splat(0x3f3f3f3f);
@@ -39,7 +40,7 @@ struct SixBits {  // three words with a code in each byte, and two bits of the f
     }
 };
 struct EightBits {
-    enum { LEAST = 7, ARE_SMALL = 0 };
+    enum { LEAST = 7, BITS = 8 };
     static INLINED I read(const char *half, int i) { return load((const int32_t *)(half + i * WORD_LINE)); }
 };
 
@@ -76,7 +77,7 @@ template <class Codes, int PIECE, int ROWS, int COLUMNS, bool HAS_SCALES>
 __attribute__((noinline)) void tile(const PanelProduct &work, const Group *groups, i64 lane, float *out, const char *next, i64 lines) {
     const RecordLayout layout = work.layout;
     const Records records = work.records;
-    const bool has_offsets = records.offset != NO_OFFSET;
+    const bool has_offsets = records.offset != NO_OFFSET, ARE_WORDS = Codes::BITS == 4 && !HAS_BYTE_PRODUCTS;
     const i64 stride = work.num_groups, depth = stride * GROUP, half_bytes = layout.step * HALF / 8;
     const char *record = work.panel;
     const float *numbers = HAS_SCALES ? work.scales + lane : 0;
@@ -106,13 +107,14 @@ __attribute__((noinline)) void tile(const PanelProduct &work, const Group *group
                     const Group &group = groups[r * stride + g];
                     return PIECE == GROUP ? group.minus_sum : group.minus_half[first / HALF];
                 };
+                auto start = [&](int r) INLINED {
+                    return Codes::LEAST ? shift_left<Codes::LEAST>(splat(minus_sum(r))) : splat(0);
+                };
                 I dots[ROWS][COLUMNS];
 #pragma GCC unroll 4
-                for (int r = 0; r < ROWS; r++) {
-                    I start = Codes::LEAST ? shift_left<Codes::LEAST>(splat(minus_sum(r))) : splat(0);
+                for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 3
-                    for (int v = 0; v < COLUMNS; v++) dots[r][v] = start;
-                }
+                    for (int v = 0; v < COLUMNS; v++) dots[r][v] = ARE_WORDS ? splat(0) : start(r);
 #pragma GCC unroll 8
                 for (int quad = 0; quad < PIECE / 4; quad++) {
                     const char *from = half + quad / QUADS_OF_HALF * half_bytes;
@@ -127,8 +129,9 @@ __attribute__((noinline)) void tile(const PanelProduct &work, const Group *group
                         Quad inputs = quad_of(group, first + quad * 4);
 #pragma GCC unroll 3
                         for (int v = 0; v < COLUMNS; v++)
-                            dots[r][v] = Codes::ARE_SMALL ? dot_small_bytes(dots[r][v], codes[v], small)
-                                                          : dot_bytes(dots[r][v], codes[v], inputs);
+                            dots[r][v] = ARE_WORDS         ? add_as_words(dots[r][v], codes[v], small)
+                                         : Codes::BITS < 8 ? dot_small_bytes(dots[r][v], codes[v], small)
+                                                           : dot_bytes(dots[r][v], codes[v], inputs);
                     }
                 }
                 half += PIECE / HALF * half_bytes;
@@ -141,7 +144,8 @@ __attribute__((noinline)) void tile(const PanelProduct &work, const Group *group
                     for (int v = 0; v < COLUMNS; v++) {
                         F scale = HAS_SCALES ? load(numbers + v * LANES) : scales[v];
                         F total = HAS_SCALES ? totals[r][v] : load(place(r, v));
-                        total = fma(to_float(dots[r][v]) * scale, step, total);
+                        I sums = ARE_WORDS ? sums_of_words(dots[r][v]) + start(r) : dots[r][v];
+                        total = fma(to_float(sums) * scale, step, total);
                         if (has_offsets) {
                             F offset = HAS_SCALES ? load(numbers + PANEL + v * LANES) : offsets[v];
                             F of_row = PIECE == GROUP ? splat_at(&group.sum) : splat(group.scale * -(float)minus_sum(r));

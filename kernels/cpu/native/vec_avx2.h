@@ -158,6 +158,8 @@ INLINE I dot_small_bytes(I sums, I weights, I inputs) {
     return {_mm256_dpbusd_avx_epi32(sums.a, weights.a, inputs.a), _mm256_dpbusd_avx_epi32(sums.b, weights.b, inputs.b)};
 }
 INLINE I dot_bytes(I sums, I weights, Quad inputs) { return dot_small_bytes(sums, weights, inputs.bytes); }
+INLINE I add_as_words(I words, I, I) { return words; }  // never called, as bytes are multiplied; nor is the next
+INLINE I sums_of_words(I words) { return words; }
 #else
 enum { HAS_BYTE_PRODUCTS = 0 };
 struct Quad {  // as words: the first and the third input, and the others
@@ -176,6 +178,14 @@ INLINE __m256i dot_small_bytes(__m256i sums, __m256i weights, __m256i inputs) { 
 }
 INLINE I dot_small_bytes(I sums, I weights, I inputs) {
     return {dot_small_bytes(sums.a, weights.a, inputs.a), dot_small_bytes(sums.b, weights.b, inputs.b)};
+}
+// Of bytes below 16 eight such sums fit words, and become four products a lane once.
+INLINE I add_as_words(I words, I weights, I inputs) {
+    return {in_turn(_mm256_add_epi16(words.a, _mm256_maddubs_epi16(weights.a, inputs.a))),
+            in_turn(_mm256_add_epi16(words.b, _mm256_maddubs_epi16(weights.b, inputs.b)))};
+}
+INLINE I sums_of_words(I words) {
+    return {_mm256_madd_epi16(words.a, _mm256_set1_epi16(1)), _mm256_madd_epi16(words.b, _mm256_set1_epi16(1))};
 }
 INLINE __m256i dot_bytes(__m256i sums, __m256i weights, __m256i even, __m256i odd) {
     __m256i of_even = _mm256_madd_epi16(_mm256_and_si256(weights, _mm256_set1_epi16(255)), even);

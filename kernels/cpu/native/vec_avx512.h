@@ -106,6 +106,8 @@ struct Quad {
 INLINE Quad quad_at(const int8_t *bytes, const int16_t *) { return {splat_at(bytes)}; }
 INLINE I dot_small_bytes(I sums, I weights, I inputs) { return {_mm512_dpbusd_epi32(sums.v, weights.v, inputs.v)}; }
 INLINE I dot_bytes(I sums, I weights, Quad inputs) { return dot_small_bytes(sums, weights, inputs.bytes); }
+INLINE I add_as_words(I words, I, I) { return words; }  // never called, as bytes are multiplied; nor is the next
+INLINE I sums_of_words(I words) { return words; }
 #else
 enum { HAS_BYTE_PRODUCTS = 0 };
 struct Quad {  // as words: the first and the third input, and the others
@@ -122,6 +124,11 @@ INLINE I dot_small_bytes(I sums, I weights, I inputs) {  // two products fit a w
     __m512i pairs = _mm512_maddubs_epi16(weights.v, inputs.v);
     return in_turn(_mm512_add_epi32(sums.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1))));
 }
+// Of bytes below 16 eight such sums fit words, and become four products a lane once.
+INLINE I add_as_words(I words, I weights, I inputs) {
+    return in_turn(_mm512_add_epi16(words.v, _mm512_maddubs_epi16(weights.v, inputs.v)));
+}
+INLINE I sums_of_words(I words) { return {_mm512_madd_epi16(words.v, _mm512_set1_epi16(1))}; }
 INLINE I dot_bytes(I sums, I weights, Quad inputs) {
     __m512i even = _mm512_madd_epi16(_mm512_and_si512(weights.v, _mm512_set1_epi16(255)), inputs.even.v);
     __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(weights.v, 8), inputs.odd.v);
