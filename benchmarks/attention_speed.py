@@ -22,7 +22,7 @@ from octavo.shared.cores import available_cores
 SHAPES = {"SmolLM2-135M": (9, 3, 64), "Qwen3-0.6B": (16, 8, 128), "Llama-3.2-1B": (32, 8, 64)}  # heads, of keys, size
 SEQ_LEN, BLOCK_SIZE = 200, 16
 _BYTES = 256 << 20  # of all caches
-_ROUNDS = 10
+_CALLS = 100  # or so many as there are caches
 
 
 def gb_per_s(heads: tuple[int, int, int], dtype: torch.dtype, sequences: int) -> float:
@@ -37,7 +37,7 @@ def gb_per_s(heads: tuple[int, int, int], dtype: torch.dtype, sequences: int) ->
     seq_lens = torch.full((sequences,), SEQ_LEN, dtype=torch.int32)
     query_starts = torch.arange(sequences + 1, dtype=torch.int32)
     seconds = []
-    for _ in range(max(1, _ROUNDS * 10 // num_caches)):
+    for _ in range(max(1, _CALLS // num_caches)):
         for keys, values in caches:
             started = time.perf_counter()
             paged_attention(

@@ -153,9 +153,8 @@ def test_the_real_vocabulary_agrees_with_transformers() -> None:
     tokenizer, oracle = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
     ends = GenerationConfig.from_pretrained(folder).eos_token_id  # one, or several where a GGUF file became the folder
     assert tokenizer.eos_token_ids == (tuple(ends) if isinstance(ends, list) else (ends,))
-    assert (
-        oracle.convert_ids_to_tokens(tokenizer.eos_token_ids[0]) == "<|im_end|>" and tokenizer.chat_template is not None
-    )
+    assert oracle.convert_ids_to_tokens(tokenizer.eos_token_ids[0]) == "<|im_end|>"
+    assert tokenizer.chat_template is not None
     messages = [{"role": "user", "content": TEXTS[3]}]
     prompt = tokenizer.chat_template.render(messages)
     assert prompt == oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

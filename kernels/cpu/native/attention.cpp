@@ -361,7 +361,7 @@ struct Rows {  // of a slice
     Running *running, *total;  // of the present segment, and of those before it
     i64 *positions;
     i64 count, padded;
-    float *scores, *lines, *keys;  // of those that have a turn
+    float *scores, *lines, *keys;  // which slices of an item share: of the one that has its turn
 };
 
 i64 ceil_bytes(i64 bytes) { return ceil_div(bytes, CACHE_LINE) * CACHE_LINE; }

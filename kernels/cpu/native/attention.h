@@ -35,7 +35,8 @@ struct Parts {
 
 i64 most_tiles(const Attention &attention);
 i64 cut_tiles(const Attention &attention, QueryTile *tiles);                  // how many
-i64 attention_items(const Attention &attention, i64 num_tiles, i64 threads);  // of `attend`, so many threads at most
+// Of `attend` before slices are put together: more threads would find nothing to do.
+i64 attention_items(const Attention &attention, i64 num_tiles, i64 threads);
 i64 bytes_of_parts(const Attention &attention);
 Parts make_parts(const Attention &attention, void *memory);                                         // of so many bytes
 void attend(Team &team, const Attention &attention, const QueryTile *tiles, i64 num_tiles, Parts);  // one phase
