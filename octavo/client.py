@@ -260,7 +260,7 @@ class AsyncClient(_Settings):
                 return await method(server)(request, timeout=_UNARY_TIMEOUT_S, metadata=sent)
             except grpc.RpcError as error:
                 failures.append(RequestFailed.from_rpc_error(error))
-            if failures[-1].code is not grpc.StatusCode.UNAVAILABLE:
+            if not failures[-1].is_unanswered:
                 break
             self._servers.failed(server)
         raise failures[-1]
@@ -440,7 +440,7 @@ class Client(_Settings):
                 return method(server)(request, timeout=_UNARY_TIMEOUT_S, metadata=self._metadata)
             except grpc.RpcError as error:
                 failures.append(RequestFailed.from_rpc_error(error))
-            if failures[-1].code is not grpc.StatusCode.UNAVAILABLE:
+            if not failures[-1].is_unanswered:
                 break
             self._servers.failed(server)
         raise failures[-1]

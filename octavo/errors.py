@@ -59,6 +59,11 @@ class RequestFailed(OctavoError):
         self.reason = reason
         self.facts = dict(facts or {})
 
+    @property
+    def is_unanswered(self) -> bool:
+        """Nobody took the call: no server is there, or one stops, whose gRPC says CANCELLED to what comes just then."""
+        return self.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
     @classmethod
     def from_rpc_error(cls, error: grpc.RpcError) -> RequestFailed:
         """Reads status and details of what `grpc` or `grpc.aio` raised."""

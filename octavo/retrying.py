@@ -18,17 +18,9 @@ from octavo.errors import RequestFailed
 
 log = logging.getLogger("octavo.client")
 
-# What an admitted stream ends with when its server or the way there is lost: INTERNAL and UNKNOWN are what resets of an
-# HTTP/2 stream become, CANCELLED is a server that stops, RESOURCE_EXHAUSTED the queue of the one tried next.
-_LOST = frozenset(
-    {
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.INTERNAL,
-        grpc.StatusCode.UNKNOWN,
-        grpc.StatusCode.CANCELLED,
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-    }
-)
+# What an admitted stream also ends with when its server or the way there is lost: INTERNAL and UNKNOWN are what resets
+# of an HTTP/2 stream become, RESOURCE_EXHAUSTED is the queue of the one tried next.
+_LOST = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.RESOURCE_EXHAUSTED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +112,7 @@ class Outages:
         """
         if self._first is not None and failure.code is grpc.StatusCode.UNIMPLEMENTED:
             raise self._first  # a server that does not know how to resume: the error to report is the loss before it
-        if failure.code is not grpc.StatusCode.UNAVAILABLE and not (self._was_admitted and failure.code in _LOST):
+        if not failure.is_unanswered and not (self._was_admitted and failure.code in _LOST):
             raise failure
         policy, is_first = self._policy, self._num_failures == 0
         self._num_failures += 1

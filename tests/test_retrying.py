@@ -76,6 +76,11 @@ def test_what_is_refused_is_not_tried_again() -> None:
             Outages(QUIET, "r").delay_s(RequestFailed(code, "no"), 1.0)  # before it was admitted
 
 
+def test_what_nobody_took_is_tried_again_though_it_was_never_admitted() -> None:
+    for code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        assert Outages(QUIET, "r").delay_s(RequestFailed(code, "no"), 1.0) >= 0
+
+
 def test_a_thousand_clients_come_back_one_by_one() -> None:
     """After an outage of 20 s no tenth of a second has more than a few of them."""
     returns = []

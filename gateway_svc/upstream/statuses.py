@@ -26,6 +26,7 @@ class _Meaning(NamedTuple):
 
 
 _Code = grpc.StatusCode
+_UNANSWERED = _Meaning(503, errors.UNAVAILABLE, "unavailable", retries=True)
 _MEANINGS: dict[grpc.StatusCode, _Meaning] = {
     _Code.INVALID_ARGUMENT: _Meaning(400, errors.INVALID),
     _Code.OUT_OF_RANGE: _Meaning(400, errors.INVALID),
@@ -36,7 +37,8 @@ _MEANINGS: dict[grpc.StatusCode, _Meaning] = {
     _Code.NOT_FOUND: _Meaning(404, errors.NOT_FOUND, "model_not_found"),
     _Code.ALREADY_EXISTS: _Meaning(409, errors.INVALID, "already_exists"),
     _Code.RESOURCE_EXHAUSTED: _Meaning(429, errors.RATE_LIMIT, "rate_limit_exceeded", retries=True),
-    _Code.UNAVAILABLE: _Meaning(503, errors.UNAVAILABLE, "unavailable", retries=True),
+    _Code.UNAVAILABLE: _UNANSWERED,
+    _Code.CANCELLED: _UNANSWERED,  # see RequestFailed.is_unanswered
     _Code.DEADLINE_EXCEEDED: _Meaning(504, errors.SERVER, "timeout"),
 }
 _OTHERWISE = _Meaning(500, errors.SERVER)

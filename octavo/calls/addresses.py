@@ -108,7 +108,7 @@ class Servers:
 
 def first_failure(failures: Sequence[RequestFailed], num_asked: int) -> RequestFailed | None:
     """The error of a call to all addresses: a refusal by any of them, or else that none answered."""
-    refusals = [failure for failure in failures if failure.code is not grpc.StatusCode.UNAVAILABLE]
+    refusals = [failure for failure in failures if not failure.is_unanswered]
     if refusals:
         return refusals[0]
     return failures[0] if failures and len(failures) == num_asked else None

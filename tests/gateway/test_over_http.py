@@ -209,6 +209,14 @@ def test_one_that_does_not_come_is_an_error_in_time() -> None:
         assert alone.ask("GET", "/health")[0] == 503
 
 
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
+def test_one_that_stops_is_an_error_to_try_again(fake: Any, server: FakeServer, code: grpc.StatusCode) -> None:
+    fake.refusal = (code, "stopping", ())
+    with gateway(server.address, RetryPolicy(window_s=0.0)) as alone:
+        status, headers, body = alone.ask("POST", COMPLETIONS, GREEDY)
+    assert (status, headers["retry-after"], json.loads(body)["error"]["code"]) == (503, "1", "unavailable")
+
+
 COMMENT = b": keep-alive\n\n"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import subprocess
 import threading
@@ -413,6 +414,35 @@ def test_the_next_address_goes_on_when_one_is_gone(kind: str, as_list: bool) -> 
         assert tokens_of(outputs) == expected_tokens(1, 0, 5)
         assert len(first.inference.requests) == 1 and len(second.inference.requests) == 2
         assert list(second.inference.requests[0].resume[0].token_ids) == expected_tokens(1, 0, 2)
+
+
+@pytest.mark.parametrize("method", ["generate", "model_info"])
+async def test_nobody_who_asks_in_the_instant_of_a_stop_is_failed(method: str) -> None:
+    """gRPC says CANCELLED to calls that a server has got and will not hand out any more: most of these, here."""
+    num_answers = 0
+
+    async def ask(client: AsyncClient) -> None:
+        nonlocal num_answers
+        while first_runs:
+            if method == "generate":
+                assert tokens_of([output async for output in client.generate("hello", SamplingParams(max_tokens=2))])
+            else:
+                assert (await client.model_info()).model == "fake"
+            num_answers += 1
+
+    with FakeServer() as first, FakeServer() as second:
+        first_runs = True
+        async with contextlib.AsyncExitStack() as clients:
+            asking = []
+            for _ in range(16):
+                addresses = [first.address, second.address]
+                client = await clients.enter_async_context(AsyncClient(addresses, retry=QUICK))
+                asking.append(asyncio.create_task(ask(client)))
+            while num_answers < 50:
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(first.stop)
+            first_runs = False
+            await asyncio.gather(*asking)
 
 
 def test_what_is_meant_for_all_schedulers_reaches_all() -> None:
