@@ -55,7 +55,7 @@ struct E4m3Bits {
 // C [ROWS, 48] = S + x . W over `depth` inputs from `first` on. `out`: where W is written, float32 [inputs, 48], or 0.
 template <class Codes, bool HAS_OFFSET, int ROWS, bool WRITES>
 void tile(const Records &records, const RecordLayout &layout, const PanelWork &work, i64 first, i64 depth,
-          const float *s, i64 s_stride, float *c, i64 c_stride, i64 ahead, float *out) {
+          const float *s, i64 s_stride, float *c, i64 ahead, float *out) {
     const Codes codes(records);
     const char *x = work.x + first * 4;
     const i64 x_stride = work.x_stride, bytes_at_once = layout.bytes_of(Codes::INPUTS_AT_ONCE);
@@ -101,14 +101,14 @@ void tile(const Records &records, const RecordLayout &layout, const PanelWork &w
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 3
-        for (int v = 0; v < VECTORS; v++) store(c + r * c_stride + v * LANES, sums[r][v]);
+        for (int v = 0; v < VECTORS; v++) store(c + r * PANEL + v * LANES, sums[r][v]);
 }
 
 template <class Codes, bool HAS_OFFSET, int ROWS>
 void tile_of(const Records &records, const RecordLayout &layout, const PanelWork &work) {
     if (work.rows == ROWS)
         tile<Codes, HAS_OFFSET, ROWS, false>(records, layout, work, 0, work.depth, work.start, 0, work.sums,
-                                             work.sums_stride, SOON_BYTES, 0);
+                                             SOON_BYTES, 0);
     else if constexpr (ROWS > 1) tile_of<Codes, HAS_OFFSET, ROWS - 1>(records, layout, work);
 }
 
@@ -116,21 +116,17 @@ template <class Codes, bool HAS_OFFSET>
 void add_panel(const Records &records, const PanelWork &work) {
     RecordLayout layout(records);
     if (work.rows <= MOST_ROWS) return tile_of<Codes, HAS_OFFSET, MOST_ROWS>(records, layout, work);
-    // Sums wait for the next piece side by side: the first cache level has no place for 32 lines that lie 12 KiB apart.
-    i64 size = smaller(work.depth, PIECE) * PANEL;
-    float *numbers = (float *)scratch(OF_PANEL, (size + work.rows * PANEL) * 4), *waiting = numbers + size;
+    float *numbers = (float *)scratch(OF_PANEL, smaller(work.depth, PIECE) * PANEL * 4);
     i64 ahead = work.has_next ? layout.panel_bytes(work.depth) : 0;
     for (i64 k = 0; k < work.depth; k += PIECE) {
         i64 piece = smaller(work.depth - k, PIECE);
-        bool is_last = k + piece == work.depth;
-        const float *s = k ? waiting : work.start;
-        float *c = is_last ? work.sums : waiting;
-        i64 s_stride = k ? PANEL : 0, c_stride = is_last ? work.sums_stride : PANEL;
-        tile<Codes, HAS_OFFSET, MOST_ROWS, true>(records, layout, work, k, piece, s, s_stride, c, c_stride, ahead,
+        const float *s = k ? work.sums : work.start;
+        i64 s_stride = k ? PANEL : 0;
+        tile<Codes, HAS_OFFSET, MOST_ROWS, true>(records, layout, work, k, piece, s, s_stride, work.sums, ahead,
                                                  numbers);
         add_floats(WEIGHT_FLOAT32, {work.x + k * 4 + MOST_ROWS * work.x_stride, work.x_stride, work.rows - MOST_ROWS,
-                                    piece, (const char *)numbers, s + MOST_ROWS * s_stride, c + MOST_ROWS * c_stride,
-                                    c_stride, false, s_stride});
+                                    piece, (const char *)numbers, s + MOST_ROWS * s_stride,
+                                    work.sums + MOST_ROWS * PANEL, false, s_stride});
     }
 }
 

@@ -36,7 +36,7 @@ struct PairWeight {
 
 // C [ROWS, 16 COLUMNS] = S + x . W over `depth` lines of the panel; as many bytes are prefetched from `soon` on.
 template <class Weight, int ROWS, int COLUMNS>
-void tile(const char *x, i64 x_stride, const char *w, i64 depth, const float *s, i64 s_stride, float *c, i64 c_stride,
+void tile(const char *x, i64 x_stride, const char *w, i64 depth, const float *s, i64 s_stride, float *c,
           const char *soon) {
     F sums[ROWS][COLUMNS];
 #pragma GCC unroll 8
@@ -59,48 +59,48 @@ void tile(const char *x, i64 x_stride, const char *w, i64 depth, const float *s,
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 3
-        for (int v = 0; v < COLUMNS; v++) store(c + r * c_stride + v * LANES, sums[r][v]);
+        for (int v = 0; v < COLUMNS; v++) store(c + r * PANEL + v * LANES, sums[r][v]);
 }
 
 // The same for up to `ROWS` rows, by the tile that is made for their number.
 template <class Weight, int ROWS, int COLUMNS>
 void tile_of(i64 rows, const char *x, i64 x_stride, const char *w, i64 depth, const float *s, i64 s_stride, float *c,
-             i64 c_stride, const char *soon) {
-    if (rows == ROWS) tile<Weight, ROWS, COLUMNS>(x, x_stride, w, depth, s, s_stride, c, c_stride, soon);
-    else if constexpr (ROWS > 1)
-        tile_of<Weight, ROWS - 1, COLUMNS>(rows, x, x_stride, w, depth, s, s_stride, c, c_stride, soon);
+             const char *soon) {
+    if (rows == ROWS) tile<Weight, ROWS, COLUMNS>(x, x_stride, w, depth, s, s_stride, c, soon);
+    else if constexpr (ROWS > 1) tile_of<Weight, ROWS - 1, COLUMNS>(rows, x, x_stride, w, depth, s, s_stride, c, soon);
 }
 
 // Tiles of about as many rows each; a narrow third of the lines meets all of them before the next third.
 template <class Weight>
 void stream(i64 rows, const char *x, i64 x_stride, const char *w, i64 depth, const float *s, i64 s_stride, float *c,
-            i64 c_stride, const char *soon) {
+            const char *soon) {
     constexpr int COLUMNS = HAS_WIDE_REGISTERS ? VECTORS : 1;
     if (rows <= WIDE_ROWS)
-        return tile_of<Weight, WIDE_ROWS, VECTORS>(rows, x, x_stride, w, depth, s, s_stride, c, c_stride, soon);
+        return tile_of<Weight, WIDE_ROWS, VECTORS>(rows, x, x_stride, w, depth, s, s_stride, c, soon);
     i64 tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
     for (int v = 0; v < VECTORS; v += COLUMNS, w += COLUMNS * Weight::VECTOR, soon += depth * COLUMNS * Weight::VECTOR)
         for (i64 i = 0, row = 0, count; i < tiles; i++, row += count) {
             count = (rows - row) / (tiles - i);
             tile_of<Weight, MOST_ROWS, COLUMNS>(count, x + row * x_stride, x_stride, w, depth,
-                                                s + row * s_stride + v * LANES, s_stride,
-                                                c + row * c_stride + v * LANES, c_stride, soon);
+                                                s + row * s_stride + v * LANES, s_stride, c + row * PANEL + v * LANES,
+                                                soon);
         }
 }
 
 template <class Weight>
 void add_panel(const PanelWork &work) {
-    i64 lines = work.depth / Weight::INPUTS, bytes = lines * Weight::LINE;
-    // One tile of all columns reads memory as fast as it comes, and goes on into the next panel. Else lines are read many
-    // times, and found in the cache.
-    i64 ahead = work.rows <= WIDE_ROWS && work.start_stride == 0 ? SOON_BYTES : work.has_next ? bytes : 0;
+    i64 lines = work.depth / Weight::INPUTS;
     i64 at_once = HAS_WIDE_REGISTERS || work.rows <= WIDE_ROWS ? DEPTH : NARROW_BYTES / Weight::LINE;
     for (i64 k = 0; k < lines || k == 0; k += at_once) {
         i64 count = smaller(lines - k, at_once);
-        const float *s = k ? work.sums : work.start;
+        // One tile of all columns reads memory as fast as it comes. Else lines are read many times, and found in the
+        // cache, while as many that lie behind them are prefetched: of this panel, or of the next.
+        i64 ahead = count * Weight::LINE;
+        if (work.rows <= WIDE_ROWS && work.start_stride == 0) ahead = SOON_BYTES;
+        else if (k + count == lines && !work.has_next) ahead = 0;
         const char *w = work.weight + k * Weight::LINE;
-        stream<Weight>(work.rows, work.x + k * 4, work.x_stride, w, count, s, k ? work.sums_stride : work.start_stride,
-                       work.sums, work.sums_stride, w + ahead);
+        stream<Weight>(work.rows, work.x + k * 4, work.x_stride, w, count, k ? work.sums : work.start,
+                       k ? (i64)PANEL : work.start_stride, work.sums, w + ahead);
     }
 }
 

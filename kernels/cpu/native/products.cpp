@@ -84,9 +84,7 @@ struct FloatItem {
         i64 width = smaller(part.num_out - place.column, PANEL);
         float start[PANEL] = {};
         if (part.bias) memcpy(start, part.bias + place.column, width * 4);
-        bool is_direct = width == PANEL && element == FLOAT32;
-        char *to = out + (row * out_stride + place.out_column) * element_bytes(element);
-        float *sums = is_direct ? (float *)to : (float *)scratch(OF_ITEM, count * PANEL * 4);
+        float *sums = (float *)scratch(OF_ITEM, count * PANEL * 4);
         PanelWork work = {x + row * x_stride,
                           x_stride,
                           count,
@@ -94,11 +92,11 @@ struct FloatItem {
                           place.weight(),
                           start,
                           sums,
-                          is_direct ? out_stride : (i64)PANEL,
                           !place.is_last() && item + 1 < end};
         if (part.kind == WEIGHT_RECORDS) add_few_bits(part.records, work);
         else add_floats(part.kind, work);
-        if (!is_direct) write_sums(sums, count, width, element, to, out_stride);
+        char *to = out + (row * out_stride + place.out_column) * element_bytes(element);
+        write_sums(sums, count, width, element, to, out_stride);
     }
 };
 

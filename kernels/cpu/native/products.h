@@ -46,16 +46,16 @@ i64 workspace_bytes(const Product &product, i64 element, i64 rows);
 void multiply(Team &team, const Product &product, i64 element, void *out, i64 out_stride, const void *x, i64 x_stride,
               i64 rows, char *workspace);
 
-// What a thread does with a panel: sums[r, c] = start[c] + sum_k x[r, k] W[48 panel + c, k], in float32. Strides in
-// bytes for x, in numbers for sums and start, which may be a line for each row; `has_next`: the panel behind is likely
-// to come next.
+// What a thread does with a panel: sums[r, c] = start[c] + sum_k x[r, k] W[48 panel + c, k], in float32. Sums [rows, 48]
+// lie side by side: a cache has no place for many lines that are a multiple of 4 KiB apart, as rows of outputs often
+// are. The stride is in bytes for x, and in numbers for start, which may be a line for each row; `has_next`: the panel
+// behind is likely to come next.
 struct PanelWork {
     const char *x;
     i64 x_stride, rows, depth;
     const char *weight;  // of the panel
     const float *start;
     float *sums;
-    i64 sums_stride;
     bool has_next;
     i64 start_stride = 0;
 };

@@ -105,7 +105,7 @@ void add_groups(const Group *groups, i64 num_groups, i64 count, const Sums *sums
 }  // namespace
 
 void add_pairs_by_tiles(const PanelWork &work) {
-    i64 lines = work.depth / 2, x_stride = work.x_stride, sums_stride = work.sums_stride * 4;
+    i64 lines = work.depth / 2, x_stride = work.x_stride, sums_stride = PANEL * 4;
     // One tile of rows reads memory as fast as it comes, and goes on into the next panel. Several find the panel in the
     // cache, and share the prefetching of the next.
     i64 num_tiles = (work.rows + TILE_ROWS - 1) / TILE_ROWS, at_once = num_tiles <= 1 ? larger(lines, 1) : DEPTH;
@@ -175,7 +175,7 @@ bool are_tiles_right() {
         for (i64 column = 0; column < PANEL; column++) w[k / 2][column][k % 2] = bfloat16_of(w_of(k, column));
     }
     for (i64 column = 0; column < PANEL; column++) start[column] = (float)column;
-    add_pairs_by_tiles({(const char *)x, DEPTH * 2, ROWS, DEPTH, (const char *)w, start, sums[0], PANEL, false});
+    add_pairs_by_tiles({(const char *)x, DEPTH * 2, ROWS, DEPTH, (const char *)w, start, sums[0], false});
 
     Group groups[TILE_ROWS][NUM_GROUPS] = {};
     uint8_t bytes[VECTORS][NUM_GROUPS][QUADS][LANES][4];
