@@ -1,6 +1,7 @@
-"""What a machine can do at most, measured: bytes that its cores read a second, and float32 products.
+"""What a machine can do at most, measured: bytes that its cores read a second, float32 products, and multiply-adds.
 
 The best of several readers and of several shapes, each the best of some rounds: a limit is what nothing has exceeded.
+Multiply-adds are of numbers that registers hold: what a product could do if nothing had to be read.
 `python -m benchmarks.machine_limits` prints it.
 """
 
@@ -25,6 +26,7 @@ _READ_BYTES = 512 << 20  # far more than any cache
 _LINE_BYTES = 64
 _AHEAD_BYTES = (0, 1024, 4096, 16384)  # that are asked for before they are read
 _SHAPES = ((128, 3072, 576), (512, 3072, 576), (512, 576, 1536))  # rows, out features, in features
+_MULTIPLY_ADDS = (1000, 10_000)  # items that threads share, and how often each of their sums gets another number
 _ROUNDS = 5
 
 
@@ -34,14 +36,17 @@ class Limits:
 
     num_threads: int
     read_gb_per_s: float
-    gflop_per_s: float  # a product and a sum are two
+    gflop_per_s: float  # in a large product; a product and a sum are two
+    multiply_add_gflop_per_s: float  # where nothing is read
 
 
 def measure(num_threads: int) -> Limits:
     """About five seconds; sets torch's number of threads."""
     torch.set_num_threads(num_threads)
     reads = MemoryReader(_READ_BYTES, num_threads).gb_per_s()
-    return Limits(num_threads, reads, max(_gflop_per_s(*shape) for shape in _SHAPES))
+    return Limits(
+        num_threads, reads, max(_gflop_per_s(*shape) for shape in _SHAPES), _multiply_add_gflop_per_s(num_threads)
+    )
 
 
 class MemoryReader:
@@ -67,6 +72,14 @@ def _gflop_per_s(rows: int, out_features: int, in_features: int) -> float:
     return 2 * rows * out_features * in_features / seconds / 1e9
 
 
+def _multiply_add_gflop_per_s(num_threads: int) -> float:
+    def run() -> int:
+        count: int = library().multiply_add(*_MULTIPLY_ADDS, num_threads)
+        return count
+
+    return 2 * run() / _best_s(run) / 1e9
+
+
 def _best_s(run: Callable[[], Any]) -> float:
     run()
     best = float("inf")
@@ -84,7 +97,8 @@ def main() -> int:
     limits = measure(parser.parse_args().threads)
     print(
         f"{machine.describe()['cpu']}, {limits.num_threads} threads: reads {limits.read_gb_per_s:.1f} GB/s, "
-        f"computes {limits.gflop_per_s:.0f} GFLOP/s in float32"
+        f"computes {limits.gflop_per_s:.0f} GFLOP/s in a large float32 product, "
+        f"and {limits.multiply_add_gflop_per_s:.0f} in multiply-adds alone"
     )
     return 0
 

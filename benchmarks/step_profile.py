@@ -246,9 +246,11 @@ def title(count: str, seq_len: int, type_: str, found: dict[str, Any]) -> str:
 
 def machine_line(date: str, facts: dict[str, Any], limits: dict[str, Any]) -> str:
     """The hardware, and what it can do at most."""
+    alone = limits.get("multiply_add_gflop_per_s")  # older results lack it
     return (
         f"{date}, {facts['cpu']}, {limits['num_threads']} threads: reads {limits['read_gb_per_s']:.1f} GB/s, "
         f"computes {limits['gflop_per_s']:.0f} GFLOP/s"
+        + (f" in a large product, {alone:.0f} in multiply-adds alone" if alone else "")
     )
 
 

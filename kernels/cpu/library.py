@@ -59,6 +59,7 @@ _DECLARED = {
     "octavo_time_work": (None, [_PLACE]),
     "octavo_count_phases": (_I64, [_PLACE, *[_I64] * 5]),
     "octavo_read_memory": (_FLOAT, [_PLACE, _I64, _I64, _I64]),
+    "octavo_multiply_add": (_I64, [_I64, _I64, _I64]),
 }
 _log = logging.getLogger(__name__)
 

@@ -56,6 +56,14 @@ def test_a_helper_that_comes_late_takes_no_part_twice() -> None:
     assert {read(ones.data_ptr(), ones.nbytes, 3, 0) for _ in range(300)} == {float(3 << 18)}
 
 
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_multiply_adds_are_counted_whoever_does_them(threads: int) -> None:
+    multiply_add = library().multiply_add
+    of_one = multiply_add(1, 1, threads)  # of each sum the lanes
+    assert of_one > 0 and of_one % 16 == 0
+    assert multiply_add(17, 1000, threads) == 17_000 * of_one
+
+
 def test_threads_say_what_they_spend_their_time_on() -> None:
     spent = torch.zeros(5, dtype=torch.int64)  # `Work` of native/threads.h
     x, weight = torch.ones(1, 64), pack(torch.ones(96, 64))

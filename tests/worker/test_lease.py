@@ -351,8 +351,8 @@ async def test_a_stream_that_does_not_open_is_ended_and_there_are_only_so_many(
 async def test_steps_beyond_a_few_wait_with_their_sender(
     setup: Setup, monkeypatch: pytest.MonkeyPatch, limit: tuple[str, int], most_queued: int
 ) -> None:
-    monkeypatch.setattr(f"worker_svc.service.step_session.{limit[0]}", limit[1])
     """And are not taken for silent, however long that is."""
+    monkeypatch.setattr(f"worker_svc.service.step_session.{limit[0]}", limit[1])
     monkeypatch.setattr("worker_svc.service.lease.EXPIRY_S", 1.0)
     submit, queued, seen = setup.worker.submit, set[int](), list[int]()
 

@@ -1,4 +1,5 @@
-// What tests and benchmarks ask of this library: whether phases begin one after the other, and how fast memory is.
+// What tests and benchmarks ask of this library: whether phases begin one after the other, how fast memory is, and how
+// many multiply-adds there are a second where nothing is read.
 #include "threads.h"
 
 // `times` [phases, items] counts how often each item was done; returns how often one of the phase before was not done
@@ -40,5 +41,27 @@ EXPORT float octavo_read_memory(const char *start, i64 bytes, i64 threads, i64 a
     });
     float total = 0;
     for (float sum : sums) total += sum;
+    return total;
+}
+
+// `items` of work: a multiply-add to each of some sums that registers hold, so many times. There are more sums than an
+// instruction takes cycles, so that none waits for another. Returns how many numbers were multiplied: what they sum up to.
+EXPORT i64 octavo_multiply_add(i64 items, i64 times, i64 threads) {
+    enum { SUMS = HAS_WIDE_REGISTERS ? 12 : 6 };
+    i64 totals[1024] = {}, total = 0;
+    float one = 1;
+    __asm__ volatile("" : "+m"(one));  // any number, for all that the compiler knows
+    in_parallel(smaller(threads, 1024), 1, [&](Team &team) {
+        share(team, items, [&](i64, i64) {
+            F sums[SUMS], factor = splat_at(&one);
+            for (int s = 0; s < SUMS; s++) sums[s] = splat(0.0f);
+            for (i64 i = 0; i < times; i++)
+#pragma GCC unroll 12
+                for (int s = 0; s < SUMS; s++) sums[s] = fma(factor, factor, sums[s]);
+            for (int s = 1; s < SUMS; s++) sums[0] = sums[0] + sums[s];
+            totals[team.thread] += (i64)sum_of_lanes(sums[0]);
+        });
+    });
+    for (i64 of_thread : totals) total += of_thread;
     return total;
 }

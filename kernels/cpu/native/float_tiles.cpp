@@ -77,10 +77,10 @@ void stream(i64 rows, const char *x, i64 x_stride, const char *w, i64 depth, con
     constexpr int COLUMNS = HAS_WIDE_REGISTERS ? VECTORS : 1;
     if (rows <= WIDE_ROWS)
         return tile_of<Weight, WIDE_ROWS, VECTORS>(rows, x, x_stride, w, depth, s, s_stride, c, soon);
-    i64 tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
+    i64 tiles = (rows + MOST_ROWS - 1) / MOST_ROWS, few = rows / tiles, num_longer = rows % tiles;
     for (int v = 0; v < VECTORS; v += COLUMNS, w += COLUMNS * Weight::VECTOR, soon += depth * COLUMNS * Weight::VECTOR)
         for (i64 i = 0, row = 0, count; i < tiles; i++, row += count) {
-            count = (rows - row) / (tiles - i);
+            count = few + (i < num_longer);
             tile_of<Weight, MOST_ROWS, COLUMNS>(count, x + row * x_stride, x_stride, w, depth,
                                                 s + row * s_stride + v * LANES, s_stride, c + row * PANEL + v * LANES,
                                                 soon);
