@@ -11,7 +11,7 @@
 
 namespace {
 
-const i64 STEP = 8, MOST_ROWS = HAS_WIDE_REGISTERS ? 8 : 2;
+const i64 STEP = 8, MOST_ROWS = HAS_WIDE_REGISTERS ? 8 : 4;
 const i64 PIECE = HAS_WIDE_REGISTERS ? 192 : 64;  // inputs that are written out at a time: they stay in a near cache
 const i64 SOON_BYTES = 8192;                      // how far up to MOST_ROWS rows ask ahead, from panel to panel
 
