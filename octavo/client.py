@@ -329,6 +329,7 @@ class Client(_Settings):
     ) -> None:
         super().__init__(address, api_key, retry, is_encrypted=plaintext_key or credentials is not None)
         self._servers = Servers(address, credentials, grpc.insecure_channel, grpc.secure_channel)
+        self._is_closed = False  # by its own caller, which is no loss of a server
 
     def generate(
         self,
@@ -355,6 +356,8 @@ class Client(_Settings):
             finally:
                 stream.cancel()
             if not call.generation.finished:
+                if self._is_closed:
+                    raise failure
                 delay_s = call.pause_after(failure)
                 self._servers.failed(server)
                 time.sleep(delay_s)
@@ -440,7 +443,7 @@ class Client(_Settings):
                 return method(server)(request, timeout=_UNARY_TIMEOUT_S, metadata=self._metadata)
             except grpc.RpcError as error:
                 failures.append(RequestFailed.from_rpc_error(error))
-            if not failures[-1].is_unanswered:
+            if self._is_closed or not failures[-1].is_unanswered:
                 break
             self._servers.failed(server)
         raise failures[-1]
@@ -459,6 +462,7 @@ class Client(_Settings):
 
     def close(self) -> None:
         """Closes all connections; calls that are open end with an error."""
+        self._is_closed = True
         for server in self._servers.all:
             server.channel.close()
 

@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -443,6 +444,25 @@ async def test_nobody_who_asks_in_the_instant_of_a_stop_is_failed(method: str) -
             await asyncio.to_thread(first.stop)
             first_runs = False
             await asyncio.gather(*asking)
+
+
+def _silent(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+    while context.is_active():
+        time.sleep(0.02)
+    yield from ()
+
+
+def test_a_client_that_is_closed_meanwhile_waits_for_no_scheduler(server: FakeServer) -> None:
+    told: list[Waiting] = []
+    server.inference.answer = _silent
+    with ThreadPoolExecutor(1) as pool, Client(server.address, retry=RetryPolicy(on_wait=told.append)) as client:
+        asked = pool.submit(lambda: list(client.generate("hello")))
+        while not server.inference.requests:
+            time.sleep(0.01)
+        client.close()
+        with pytest.raises(RequestFailed, match="CANCELLED"):
+            asked.result(20)
+    assert not told
 
 
 def test_what_is_meant_for_all_schedulers_reaches_all() -> None:
