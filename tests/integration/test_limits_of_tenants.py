@@ -7,7 +7,7 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -51,15 +51,24 @@ class Served:
         self.service, self.keys_file, self.metrics_port = service, keys_file, metrics_port
 
     def generate(
-        self, name: str, max_tokens: int = 1, num_prompt_tokens: int = 3, n: int = 1
+        self,
+        name: str,
+        max_tokens: int = 1,
+        num_prompt_tokens: int = 3,
+        n: int = 1,
+        is_enough: Callable[[], bool] = lambda: False,
     ) -> tuple[grpc.StatusCode, status_pb2.Status]:
-        """Over a connection of its own, so that another frontend may have it."""
+        """Over a connection of its own, so that another frontend may have it; ends early where tokens are enough."""
         request = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[1] * num_prompt_tokens))
         request.sampling_params.max_tokens, request.sampling_params.ignore_eos = max_tokens, True
         request.sampling_params.n = n
         with grpc.insecure_channel(self.service.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
             try:
-                list(inference_pb2_grpc.InferenceStub(channel).Generate(request, metadata=with_key(name)))
+                answers = inference_pb2_grpc.InferenceStub(channel).Generate(request, metadata=with_key(name))
+                for _ in answers:
+                    if is_enough():
+                        answers.cancel()
+                        break
             except grpc.RpcError as error:
                 details = {key: value for key, value in error.trailing_metadata()}.get("grpc-status-details-bin", b"")
                 return error.code(), status_pb2.Status.FromString(details)
@@ -115,6 +124,7 @@ def test_requests_a_minute_hold_over_all_processes(served: Served) -> None:
 
 
 def test_running_sequences_hold_over_all_processes_and_more_wait_up_to_a_bound(served: Served) -> None:
+    """Requests run until both limits have been seen at work: reading metrics takes a while beside other processes."""
     most_running, most_held, has_ended = 0, 0, threading.Event()
 
     def watch() -> None:
@@ -124,13 +134,16 @@ def test_running_sequences_hold_over_all_processes_and_more_wait_up_to_a_bound(s
             most_held = max(most_held, int(served.metric("octavo:num_requests_held")))
             time.sleep(0.01)
 
+    def is_seen() -> bool:
+        return most_running >= 2 and most_held >= 3
+
     watching = threading.Thread(target=watch)
     watching.start()
     with ThreadPoolExecutor(8) as pool:
-        codes = Counter(code for code, _ in pool.map(lambda _: served.generate("slow", 40), range(8)))
+        codes = Counter(code for code, _ in pool.map(lambda _: served.generate("slow", 900, 3, 1, is_seen), range(8)))
     has_ended.set()
     watching.join()
-    assert most_running == 2 and 0 < most_held <= 3
+    assert (most_running, most_held) == (2, 3)
     assert codes == {CODE.OK: 5, CODE.RESOURCE_EXHAUSTED: 3}
     code, status = served.generate("slow", n=3)
     assert code is CODE.INVALID_ARGUMENT
