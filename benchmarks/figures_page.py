@@ -79,7 +79,7 @@ def blocks() -> dict[str, str]:
 
 def draw(path: Path) -> None:
     """The README's plot: tokens/s of each workload by engine, bfloat16 on the left, 8 bits on the right."""
-    results, places = newest("peers-smollm2-135m-instruct"), list(range(len(WORKLOADS)))
+    results, places = newest("peers-smollm2-135m-instruct", ZEN5), list(range(len(WORKLOADS)))
     charts = []
     for title, engines in (
         ("bfloat16, higher is better", {"octavo-bfloat16": 0, "openvino-bfloat16": 1, "vllm-bfloat16": 2}),
@@ -110,7 +110,7 @@ def _speeds(results: dict[str, Any], engine: str) -> list[float]:
 
 
 def _peers(model: str) -> str:
-    return _peers_table(MODELS[model], newest(f"peers-{model}"))
+    return _peers_table(MODELS[model], newest(f"peers-{model}", ZEN5))
 
 
 def _peers_limited() -> str:
@@ -130,7 +130,7 @@ def _peers_elsewhere() -> str:
     for model in MODELS:
         paths = sorted(RESULTS.glob(f"????-??-??-peers-{model}-*.json"))
         newest_of_each = {path.name[len("2026-01-01") :]: path for path in paths}.values()
-        others = [path for path in newest_of_each if path != _newest_path(f"peers-{model}", "*")]
+        others = [path for path in newest_of_each if path != _newest_path(f"peers-{model}", ZEN5)]
         tables += [_peers_table(MODELS[model], json.loads(path.read_text(encoding="utf-8"))) for path in others]
     return "\n\n".join(tables) or NOT_MEASURED
 
@@ -138,7 +138,8 @@ def _peers_elsewhere() -> str:
 def _peers_table(about: str, results: dict[str, Any]) -> str:
     table, _, ratios = peer_figures.report(results).partition("\n\n")
     machine = results["machine"]
-    about += f", {results['date'][:10]}, {machine['cores']} cores of {machine['cpu']}"
+    days = sorted({run.get("day", results["date"][:10]) for run in results["runs"]})
+    about += f", {' and '.join(days)}, {machine['cores']} cores of {machine['cpu']}"
     about += f" ({machine['instructions']}):"
     return "\n".join([about, "", table, "", *(f"- {line}" for line in ratios.splitlines())])
 
@@ -148,7 +149,7 @@ def _peers_ratios() -> str:
     ours = {"octavo": "float32", "octavo-bfloat16": "bfloat16", "octavo-int8": "int8", "octavo-int4": "int4"}
     rows = []
     for model, name in MODELS.items():
-        results = newest(f"peers-{model}")
+        results = newest(f"peers-{model}", ZEN5)
         rounded = "octavo-gguf4-int8"  # rows of 8 bits, as others have them
         of_file = rounded if "ready_s" in results["engines"].get(rounded, {}) else "octavo-gguf4"
         ratios = [[_ratio(results, engine, each) or math.nan for each in ("W1", "W2")] for engine in [*ours, of_file]]

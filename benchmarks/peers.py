@@ -54,7 +54,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, nargs="+", default=[3], metavar="N", help="of all workloads, or of each")
     parser.add_argument("--one-by-one", action="store_true", help="load one engine at a time")
     parser.add_argument("--instructions", choices=tuple(SETS), help="of all engines (default: the processor's)")
-    parser.add_argument("--add", action="store_true", help="keep today's results of other workloads and types")
+    parser.add_argument("--add", action="store_true", help="keep this machine's results of other workloads and types")
     parser.add_argument("--no-results", action="store_true", help="print only")
     parser.add_argument("--how-to-install", action="store_true", help="print the commands and end")
     arguments = parser.parse_args()
@@ -82,9 +82,11 @@ def main() -> int:
     }
     if not arguments.no_results:
         kind = f"peers-{arguments.instructions}" if arguments.instructions else "peers"
-        path = RESULTS / f"{result['date'][:10]}-{kind}-{folder.name}-{machine.slug(facts)}.json"
-        if arguments.add and path.exists():
-            result |= added(json.loads(path.read_text()), rows)
+        name = f"{kind}-{folder.name}-{machine.slug(facts)}.json"
+        path = RESULTS / f"{result['date'][:10]}-{name}"
+        before = max(RESULTS.glob(f"????-??-??-{name}"), default=None)
+        if arguments.add and before is not None:
+            result |= added(json.loads(before.read_text()), rows)
         path.write_text(json.dumps(result, indent=1) + "\n")
         print(f"written: {path}\n")
     print(report(rows))
@@ -93,7 +95,7 @@ def main() -> int:
 
 def added(before: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
     """Results with those from before of workloads and types of weights that were not run again: who is compared ran in
-    turns."""
+    turns. Runs from before say their day."""
 
     def ran(run: dict[str, Any]) -> tuple[str, str]:
         return run["workload"], ENGINES[run["engine"]].type
@@ -105,7 +107,8 @@ def added(before: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
         peaks = [of["engines"].get(name, {}).get("peak_gib", 0.0) for of in (before, rows)]
         engines[name] = facts | {"peak_gib": max(peaks)}
     engines = {name: engines[name] for name in ENGINES if name in engines}
-    return {"engines": engines, "runs": [run for run in before["runs"] if ran(run) not in again] + rows["runs"]}
+    kept = [{"day": before["date"][:10]} | run for run in before["runs"] if ran(run) not in again]
+    return {"engines": engines, "runs": kept + rows["runs"]}
 
 
 def _instructions(names: Sequence[str]) -> Iterator[str]:

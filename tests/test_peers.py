@@ -108,20 +108,29 @@ def test_ours_are_set_against_the_best_of_their_kind() -> None:
     assert said[-1] == "W1: octavo / vllm-eager = 1.75 (0.50 to 3.00 over 2 rounds)", "no 8-bit engine is a peer"
 
 
-def test_a_workload_can_be_added_to_the_results_of_a_day() -> None:
-    def run(workload: str, engine: str, speed: float) -> dict[str, Any]:
-        return {"round": 0, "workload": workload, "engine": engine, "tokens_per_s": speed}
+def test_a_workload_can_be_added_to_earlier_results_whose_runs_say_their_day() -> None:
+    def run(workload: str, engine: str, speed: float, **day: str) -> dict[str, Any]:
+        return {"round": 0, "workload": workload, "engine": engine, "tokens_per_s": speed} | day
 
     before = {
+        "date": "2026-11-26T23:31:10+00:00",
         "engines": {"octavo": {"ready_s": 2.0, "peak_gib": 1.0}, "openvino": {"missing": "it"}},
-        "runs": [run("W1", "octavo", 10.0), run("W3", "octavo", 1.0), run("W3", "octavo-int8", 2.0)],
+        "runs": [
+            run("W1", "octavo", 10.0, day="2026-11-25"),
+            run("W3", "octavo", 1.0),
+            run("W3", "octavo-int8", 2.0),
+        ],
     }
     rows: dict[str, Any] = {
         "engines": {"octavo": {"ready_s": 3.0, "peak_gib": 2.0}},
         "runs": [run("W3", "octavo", 5.0)],
     }
     both = peers.added(before, rows)
-    assert both["runs"] == [run("W1", "octavo", 10.0), run("W3", "octavo-int8", 2.0), run("W3", "octavo", 5.0)]
+    assert both["runs"] == [
+        run("W1", "octavo", 10.0, day="2026-11-25"),
+        run("W3", "octavo-int8", 2.0, day="2026-11-26"),
+        run("W3", "octavo", 5.0),
+    ]
     assert both["engines"]["octavo"] == {"ready_s": 3.0, "peak_gib": 2.0}
     assert both["engines"]["openvino"]["missing"] == "it"
     rows["engines"]["openvino"] = {"ready_s": 1.0}
