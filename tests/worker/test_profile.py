@@ -81,10 +81,27 @@ def test_steps_that_no_graph_is_captured_of_are_computed_once_before_they_are_se
     assert len(model.steps) == 2 + 8, "captures do that"
 
 
+@pytest.mark.parametrize(
+    ("seconds", "max_tokens", "lengths"),
+    [(0.1, 512, [8, 32, 128]), (0.1, 40, [8, 32, 40]), (0.1, 32, [8, 32]), (0.1, 5, [5, 5]), (0.3, 512, [8, 32])],
+)
+def test_on_the_host_a_prefill_is_no_longer_than_soon_measured(
+    model: Recorder, monkeypatch: pytest.MonkeyPatch, seconds: float, max_tokens: int, lengths: list[int]
+) -> None:
+    def timed(self: Profiler, work: Callable[[], object]) -> float:
+        work()
+        return seconds
+
+    monkeypatch.setattr(Profiler, "_seconds", timed)
+    profiler = Profiler(ModelRunner(model, fake_config(), 4), HostMemory())
+    profile = profiler.measure(Limits(max_num_seqs=6, max_num_batched_tokens=max_tokens, max_model_len=1024))
+    assert model.steps == [([count], 1) for length in lengths for count in (length, 1)]
+    assert (profile.num_tokens, profile.is_whole) == (lengths[-1], False)
+    assert profile.prefill_tokens_per_s == pytest.approx(lengths[-1] / seconds)
+
+
 def test_on_the_host_a_small_prefill_is_scaled_up(model: Recorder) -> None:
     profiler = Profiler(ModelRunner(model, fake_config(), 4), HostMemory())
-    assert profiler.measure(LIMITS).num_tokens == 32
-    assert model.steps == [([8], 1), ([1], 1), ([32], 1), ([1], 1)]
     one, two = (profiler.step_bytes(Profile(10, 500, False, 1.0), Limits(6, num_tokens, 64)) for num_tokens in (10, 20))
     assert two - one == 500
     rows = [profiler.step_bytes(Profile(10, 0, False, 1.0), Limits(n, 512, 64)) for n in (1, 256)]

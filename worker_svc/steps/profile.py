@@ -2,7 +2,8 @@
 
 On a GPU the step whose memory is measured is the largest there can be, in tokens and in rows that sample with
 everything on, and its peak counts as it is; speed is that of as many tokens in few long prompts. On a CPU that would
-take seconds: a small prefill is scaled up by its tokens, and what sampling takes is added by arithmetic.
+take seconds: a small prefill is scaled up by its tokens, smaller where the processor is slow for the model, and what
+sampling takes is added by arithmetic.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from worker_svc.steps.mixed_graphs import token_counts
 from worker_svc.steps.model_runner import ModelRunner
 from worker_svc.steps.step_timer import StepTimer
 
-_CPU_TOKENS = 128  # of one prefill
+_HOST_TOKENS = (32, 128)  # of one prefill; the second where the first took no longer than
+_HOST_SECONDS = 0.2
 _WARM_UP_TOKENS = 8  # enough to compile and to touch the weights
 _SWAPPED_BYTES = 16 << 20  # one way, to measure it
 _SWAPS = 3  # the median is taken
@@ -54,28 +56,40 @@ class Profiler:
 
     def measure(self, bounds: Limits) -> Profile:
         """A prefill, after a smaller one that compiles and warms up. `bounds` are the largest sizes of a step."""
-        is_whole = not self._memory.is_host
         longest = max(bounds.max_model_len - 2, 1)  # a prompt, a token drawn after it, and one more
-        num_seqs = bounds.max_num_seqs if is_whole else 1
-        num_tokens = min(bounds.max_num_batched_tokens, num_seqs * longest)
-        if not is_whole:
-            num_tokens = min(num_tokens, _CPU_TOKENS)
-        self._measure(1, min(num_tokens, longest, _WARM_UP_TOKENS))
-        if is_whole:  # more rows need other kernels, which are compiled and loaded at their first call
-            if not self._runner.uses_graphs:  # each capture compiles what so many rows need; here nothing else would
-                for count in token_counts(num_tokens):
-                    self._measure(max(min(count, num_seqs), -(-count // longest)), count, is_plain=True)
-            self._measure(num_seqs, num_tokens)
-        num_bytes, seconds = self._measure(num_seqs, num_tokens)
-        if is_whole:  # what a group costs that is computed again: few long sequences, which draw one token each
-            few = -(-num_tokens // longest)
-            self._measure(few, num_tokens, is_plain=True)
-            _, seconds = self._measure(few, num_tokens, is_plain=True)
+        num_tokens = min(bounds.max_num_batched_tokens, longest)
+        self._measure(1, min(num_tokens, _WARM_UP_TOKENS))
+        profile = self._on_host(num_tokens) if self._memory.is_host else self._on_device(bounds, longest)
         config = self._runner.config
         if config.cache_scales is not None:
             warn_of_cuts(config.cache_scales, self._runner.cache.store, config.first_layer)
         self._runner.release_cache()
-        return Profile(num_tokens, num_bytes, is_whole, num_tokens / seconds)
+        return profile
+
+    def _on_host(self, most_tokens: int) -> Profile:
+        """Of one sequence, of as many tokens as do not take long."""
+        for most in _HOST_TOKENS:
+            num_tokens = min(most, most_tokens)
+            num_bytes, seconds = self._measure(1, num_tokens)
+            if num_tokens == most_tokens or seconds > _HOST_SECONDS:
+                break
+        return Profile(num_tokens, num_bytes, is_whole=False, prefill_tokens_per_s=num_tokens / seconds)
+
+    def _on_device(self, bounds: Limits, longest: int) -> Profile:
+        """Of as many sequences as there may be; `longest` is the most tokens of one."""
+        num_seqs = bounds.max_num_seqs
+        num_tokens = min(bounds.max_num_batched_tokens, num_seqs * longest)
+        # More rows need other kernels, which are compiled and loaded at their first call.
+        if not self._runner.uses_graphs:  # each capture compiles what so many rows need; here nothing else would
+            for count in token_counts(num_tokens):
+                self._measure(max(min(count, num_seqs), -(-count // longest)), count, is_plain=True)
+        self._measure(num_seqs, num_tokens)
+        num_bytes, _ = self._measure(num_seqs, num_tokens)
+        # What a group costs that is computed again: few long sequences, which draw one token each.
+        few = -(-num_tokens // longest)
+        self._measure(few, num_tokens, is_plain=True)
+        _, seconds = self._measure(few, num_tokens, is_plain=True)
+        return Profile(num_tokens, num_bytes, is_whole=True, prefill_tokens_per_s=num_tokens / seconds)
 
     def step_bytes(self, profile: Profile, limits: Limits) -> int:
         """The most memory that a step of this size takes besides weights and cache."""

@@ -40,8 +40,8 @@ bool pack_panels(P *packed, const T *weight, i64 row_stride, i64 out_features, i
         if (look_at(&has_lost)) return;
         I lost = splat(0);
         i64 first = panel * PANEL;
-        for (i64 k = 0; k < in_features; k += LANES)
-            for (i64 lane = 0; lane < PANEL; lane += LANES)
+        for (i64 lane = 0; lane < PANEL; lane += LANES)  // 16 rows to their ends: a processor foresees few more
+            for (i64 k = 0; k < in_features; k += LANES)
                 pack_square(packed + first * in_features + k * PANEL + lane,
                             weight + (first + lane) * row_stride + k, row_stride, out_features - first - lane,
                             smaller(in_features - k, LANES), lost);
