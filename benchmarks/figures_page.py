@@ -22,6 +22,7 @@ from octavo.bench.picture import Chart, Series
 
 RESULTS = Path(__file__).parent / "results"
 ZEN5, ZEN4 = "amd-epyc-family-26-model-2-2-cores", "amd-epyc-family-25-model-17-2-cores"
+ZEN3 = "amd-epyc-family-25-model-1-2-cores"
 WORKLOADS = ("W1", "W2", "W3")
 # Models of benchmarks.peers, and what they are called in tables.
 MODELS = {
@@ -65,7 +66,7 @@ def blocks() -> dict[str, str]:
         "way-out": _way_out(),
         "gateway-cost": _gateway_cost(),
         "loading": _loading(),
-        "ready": _ready(),
+        "ready": "\n\n".join(_ready(machine) for machine in (ZEN5, ZEN3)),
         "sampler": _sampler(),
         "quantization-quality": _quantization_quality(),
         "fp8-cache-quality": _fp8_cache_quality(),
@@ -255,10 +256,10 @@ def _loading() -> str:
     return dated(markdown_table(["", "file cache", "time", "peak memory"], rows), "loading")
 
 
-def _ready() -> str:
+def _ready(machine: str) -> str:
     """Of a model of 1.2 billion weights, medians by types: quantised ones at a first start and at a later one. The last
     are those of its GGUF file."""
-    plain, of_file = (newest(kind, ZEN5)["rows"] for kind in ("ready-llama-3.2-1b", "ready-llama-3.2-1b-4-bit"))
+    plain, of_file = (newest(kind, machine)["rows"] for kind in ("ready-llama-3.2-1b", "ready-llama-3.2-1b-4-bit"))
     in_four_bits = {"float32": "Q4_K_M", "int8": "Q4_K_M, rounded rows"}
     rows = []
     for name, rounds in (
@@ -270,7 +271,7 @@ def _ready() -> str:
         )
         rows.append([name, f"{ready_s:.1f} s", f"{first_s:.1f} s", f"{peak_mb:,.0f} MB"])
     table = markdown_table(["weights", "ready", "first token", "memory of the worker"], rows)
-    return dated(table, "ready-llama-3.2-1b", ZEN5, ", files in memory")
+    return dated(table, "ready-llama-3.2-1b", machine, ", files in memory")
 
 
 def _sampler() -> str:

@@ -13,13 +13,15 @@ import torch
 from tests.tiny_models import make_tiny_llama
 from tests.worker.gguf_files import write_gguf
 from tests.worker.model_cases import Stepper
+from worker_svc.models import embedding
 from worker_svc.models.checkpoint.gguf_folder import model_folder
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.loader import load_model
 
 VOCAB_SIZE, HIDDEN, INTERMEDIATE = 1031, 64, 160
-KINDS = {"Q4_0": 4.5, "Q4_1": 5, "Q8_0": 8.5}  # bits a number, scales and minima included
+# Bits a number, scales and minima included, of a product; of the embedding, whose codes are bytes and scales float32.
+KINDS = {"Q4_0": (4.5, 9.5), "Q4_1": (5, 10), "Q8_0": (8.5, 9)}
 
 
 def load(folder: Path) -> Decoder:
@@ -60,10 +62,13 @@ def test_a_model_of_few_bits_computes_what_its_float32_weights_say(
         small = load(folder)
         monkeypatch.setattr("kernels.cpu.quantized_product", lambda *_, **__: None)
         monkeypatch.setattr("kernels.cpu.products.packed_weight.pack_few_bits", lambda *_, **__: None)
+        monkeypatch.setattr(embedding, "_take_table", lambda *arguments: embedding.take_embedding(*arguments[:-1]))
         large = load(folder)
     for one, other in zip(logits_of(small), logits_of(large), strict=True):
         assert torch.equal(one, other) and one.isfinite().all() and one.std() > 0
     layer = [(2 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)]
     sizes = [(VOCAB_SIZE, HIDDEN), *layer * 3]
     numbers = sum(-(-rows // 48) * 48 * depth for rows, depth in sizes)  # in whole panels
-    assert large.weights_bytes - small.weights_bytes == numbers * (32 - KINDS[kind]) / 8
+    of_product, of_table = KINDS[kind]
+    saved_bits = numbers * (32 - of_product) + VOCAB_SIZE * HIDDEN * (32 - of_table)
+    assert large.weights_bytes - small.weights_bytes == saved_bits / 8

@@ -11,6 +11,7 @@ from worker_svc.models.checkpoint.weights import Weights
 from worker_svc.models.norm import take_norm
 from worker_svc.models.parts import ModelPart, vocabulary_part
 from worker_svc.models.products.linear import take_linear
+from worker_svc.models.quantized.quantized_table import QuantizedTable
 
 
 def take_embedding(part: ModelPart, weights: Weights, base: str) -> torch.Tensor:
@@ -22,6 +23,16 @@ def take_embedding(part: ModelPart, weights: Weights, base: str) -> torch.Tensor
     return weights.take_matrix([name], [config.vocab_size], width, rows=[token_ids])
 
 
+def _take_table(part: ModelPart, weights: Weights, base: str, kernels: ModuleType) -> torch.Tensor | QuantizedTable:
+    """As `take_embedding`; on a CPU in few bits where the checkpoint has it so. A GPU would launch a dozen kernels for
+    what it saves."""
+    config, (token_ids, _) = part.whole, vocabulary_part(part.ranks, part.whole.vocab_size)
+    name, width = f"{base}{config.style.names.embedding}.weight", config.style.embedding_size or config.hidden_size
+    if kernels.__name__ != "kernels.cpu" or not weights.format_of(name) or not token_ids:
+        return take_embedding(part, weights, base)
+    return QuantizedTable(weights.take_quantized(name, config.vocab_size, width, [token_ids], range(width)))
+
+
 class Embedding:
     """What the first stage of a decoder begins with."""
 
@@ -29,9 +40,9 @@ class Embedding:
         config = part.whole
         style, names, hidden = config.style, config.style.names, config.hidden_size
         self._style, self._ranks = style, part.ranks
-        self._dtype = weights.dtype
+        self._dtype, self._width = weights.dtype, style.embedding_size or hidden
         self._token_ids, _ = vocabulary_part(part.ranks, config.vocab_size)
-        self.weight = take_embedding(part, weights, base)
+        self._table = _take_table(part, weights, base, kernels)
         self._project_in, self._positions, self._norm = None, None, None
         if style.embedding_size:
             self._project_in = take_linear(weights, [base + names.project_in], [hidden], style.embedding_size)
@@ -42,9 +53,14 @@ class Embedding:
             self._norm = take_norm(config, weights, base + names.embedding_norm, hidden, kernels)
 
     @property
+    def weight(self) -> torch.Tensor | None:
+        """What a tied head multiplies by, [tokens, width]; None where this has it in few bits."""
+        return self._table if isinstance(self._table, torch.Tensor) else None
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes that its weights occupy on the device."""
-        tensors = [self.weight, *([] if self._positions is None else [self._positions])]
+        tensors = [self._table, *([] if self._positions is None else [self._positions])]
         parts = [part for part in (self._project_in, self._norm) if part is not None]
         return sum(tensor.nbytes for tensor in tensors) + sum(part.weight_bytes for part in parts)
 
@@ -64,11 +80,16 @@ class Embedding:
     def _of_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[rows, width]; a rank gives zeros for tokens that others have."""
         if self._ranks.size == 1:
-            return functional.embedding(token_ids, self.weight).to(self._dtype)
+            return self._look_up(token_ids)
         if not self._token_ids:
-            zeros = self.weight.new_zeros(*token_ids.shape, self.weight.shape[1], dtype=self._dtype)
+            zeros = torch.zeros(*token_ids.shape, self._width, dtype=self._dtype, device=token_ids.device)
             return self._ranks.add_up(zeros)
         own = token_ids - self._token_ids.start
         is_foreign = (own < 0) | (own >= len(self._token_ids))
-        embedded = functional.embedding(own.masked_fill(is_foreign, 0), self.weight).to(self._dtype)
+        embedded = self._look_up(own.masked_fill(is_foreign, 0))
         return self._ranks.add_up(embedded.masked_fill(is_foreign[:, None], 0))
+
+    def _look_up(self, rows: torch.Tensor) -> torch.Tensor:
+        table = self._table
+        found = functional.embedding(rows, table) if isinstance(table, torch.Tensor) else table.look_up(rows)
+        return found.to(self._dtype)

@@ -37,7 +37,7 @@ class Head:
         if is_tied:
             weights.ignore(f"{names.head}.weight")
         table = base + names.embedding if is_tied else names.head
-        # A tied table of few bits is multiplied as it is stored; the embedding's own copy is expanded.
+        # A tied table of few bits is multiplied as it is stored, whatever the embedding has of it.
         if is_tied and not weights.format_of(f"{table}.weight"):
             embedding = take_embedding(part, weights, base) if embedding is None else embedding
             self._product = tied_linear(weights, names.head, embedding)

@@ -30,6 +30,7 @@ from worker_svc.models.parts import ModelPart
 from worker_svc.models.products.quantized_store import QuantizedStore
 from worker_svc.models.quantized.checkpoint_format import with_quantized
 from worker_svc.models.quantized.fp8_store import Fp8Store
+from worker_svc.models.quantized.quantized_table import BYTES_PER_NUMBER
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
 
 _BYTES_OF_CODES = 3  # a number of few bits while it is packed: a byte, and as much twice on its way
@@ -185,14 +186,16 @@ def _peak_bytes(config: ModelConfig, tensors: Tensors, weights: CheckpointWeight
             continue
         count, is_table = math.prod(tensor.shape), name.endswith(f"{names.embedding}.weight")
         as_read = beside = 2 if tensor.dtype == torch.bfloat16 else config.dtype.itemsize
+        of_table = float(as_read)
         of_product = float(as_read)
         if config.quantization:
             of_product = 1 if is_table or name == head else config.bytes_per_number
         if isinstance(tensor, QuantizedTensor):
             of_product, beside = weights.quantized.bytes_per_number(tensor, of_product, keeps), _BYTES_OF_CODES
+            of_table = BYTES_PER_NUMBER
         # Of the embedding rows are copied, so it stays as it is read; as a tied head it is a product as well.
         has_product, stays = not is_table or is_tied, is_table and beside == as_read
-        total += count * (of_product * has_product + as_read * is_table)
+        total += count * (of_product * has_product + of_table * is_table)
         # Two weights of a layer are often one product.
         largest = max(largest, 0 if stays else count * beside * (1 if is_table or name == head else 2))
     return int(total + largest)
