@@ -38,7 +38,7 @@ class Decoder:
         kernels = kernels_for(device)
         # Older files lack the first base: the one under which the embedding is found is that of all.
         base = next((base for base in names.bases if weights.has(f"{base}{names.embedding}.weight")), names.bases[0])
-        self._embedding = Embedding(part, weights, base, kernels) if part.is_first else None
+        self._embedding = Embedding(part, weights, base, kernels, device) if part.is_first else None
         slopes = None
         if style.positions == "alibi":
             slopes = alibi_slopes(config.num_heads, device)[part.heads.start : part.heads.stop].contiguous()

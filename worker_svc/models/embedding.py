@@ -23,12 +23,12 @@ def take_embedding(part: ModelPart, weights: Weights, base: str) -> torch.Tensor
     return weights.take_matrix([name], [config.vocab_size], width, rows=[token_ids])
 
 
-def _take_table(part: ModelPart, weights: Weights, base: str, kernels: ModuleType) -> torch.Tensor | QuantizedTable:
+def _take_table(part: ModelPart, weights: Weights, base: str, device: torch.device) -> torch.Tensor | QuantizedTable:
     """As `take_embedding`; on a CPU in few bits where the checkpoint has it so. A GPU would launch a dozen kernels for
     what it saves."""
     config, (token_ids, _) = part.whole, vocabulary_part(part.ranks, part.whole.vocab_size)
     name, width = f"{base}{config.style.names.embedding}.weight", config.style.embedding_size or config.hidden_size
-    if kernels.__name__ != "kernels.cpu" or not weights.format_of(name) or not token_ids:
+    if device.type != "cpu" or not weights.format_of(name) or not token_ids:
         return take_embedding(part, weights, base)
     return QuantizedTable(weights.take_quantized(name, config.vocab_size, width, [token_ids], range(width)))
 
@@ -36,13 +36,13 @@ def _take_table(part: ModelPart, weights: Weights, base: str, kernels: ModuleTyp
 class Embedding:
     """What the first stage of a decoder begins with."""
 
-    def __init__(self, part: ModelPart, weights: Weights, base: str, kernels: ModuleType) -> None:
+    def __init__(self, part: ModelPart, weights: Weights, base: str, kernels: ModuleType, device: torch.device) -> None:
         config = part.whole
         style, names, hidden = config.style, config.style.names, config.hidden_size
         self._style, self._ranks = style, part.ranks
         self._dtype, self._width = weights.dtype, style.embedding_size or hidden
         self._token_ids, _ = vocabulary_part(part.ranks, config.vocab_size)
-        self._table = _take_table(part, weights, base, kernels)
+        self._table = _take_table(part, weights, base, device)
         self._project_in, self._positions, self._norm = None, None, None
         if style.embedding_size:
             self._project_in = take_linear(weights, [base + names.project_in], [hidden], style.embedding_size)
