@@ -305,7 +305,11 @@ def test_bfloat16_is_the_same_model_as_its_numbers_in_float32_and_half_as_large(
     of_bfloat16, of_float32 = models
     assert torch.equal(logits(of_bfloat16), logits(of_float32))
     assert isinstance(of_bfloat16, Decoder) and isinstance(of_float32, Decoder)
-    embeddings = [model._embedding.weight for model in (of_bfloat16, of_float32) if model._embedding is not None]
+    embeddings = [
+        model._embedding.weight
+        for model in (of_bfloat16, of_float32)
+        if model._embedding is not None and model._embedding.weight is not None
+    ]
     assert [each.dtype for each in embeddings] == [torch.bfloat16, torch.float32]
     assert of_float32.weights_bytes - of_bfloat16.weights_bytes == embeddings[0].nbytes
 
