@@ -90,7 +90,7 @@ class LLMEngine:
             generation = self._embedded.generation(asked, seed, request_id=request_id)
             try:
                 group = self._embedded.frontend.prepare(generation.request)
-                self._embedded.engine.submit(group)
+                self._embedded.submit(group)
             except RequestRefused as error:
                 raise ValueError(str(error)) from error
             token_ids = group.sequences[0].token_ids[: group.num_prompt_tokens].tolist()
@@ -112,7 +112,7 @@ class LLMEngine:
         requests = self._requests
         with self._alone():
             while requests.unfinished and not requests.changed:
-                self._embedded.engine.send_steps()
+                self._embedded.send_steps()
                 self._embedded.take_turn()
                 self._embedded.worker.check()
             changed, requests.changed = requests.changed, {}

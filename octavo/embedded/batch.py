@@ -109,7 +109,7 @@ class Batch:
 
         while self._unsent:
             try:
-                self._embedded.engine.submit(self._unsent[-1])
+                self._embedded.submit(self._unsent[-1])
             except QueueFull:
                 return
             except NotReady:

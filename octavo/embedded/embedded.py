@@ -19,9 +19,11 @@ from octavo.embedded.request_seeds import RequestSeeds
 from octavo.errors import OctavoError
 from octavo.lora_request import LoRARequest
 from octavo.retrying import RetryPolicy
+from octavo.shared.ctrl_c import ctrl_c_waits
 
 if TYPE_CHECKING:
     from protos import inference_pb2 as pb
+    from scheduler_svc.core.sequences.sequence import SequenceGroup
     from scheduler_svc.models.served_model import ServedModel
     from scheduler_svc.output.output_processor import Delivery
     from scheduler_svc.requests.frontend import Frontend
@@ -43,7 +45,7 @@ class Embedded:
         model: a folder, or a name that `octavo model fetch` knows.
         options: options of `octavo serve` by their Python names; None is an option's default.
         deliver: gets messages, on the output thread, or in `take_turn` without threads.
-        runs_itself: False leaves the step loop to the caller, who calls `take_turn` and `engine.send_steps`.
+        runs_itself: False leaves the step loop to the caller, who calls `take_turn` and `send_steps`.
 
     Raises:
         OptionError: an unknown or impossible option.
@@ -187,10 +189,22 @@ class Embedded:
                 self._reading_along -= reads_along
                 self._outputs.patience = 1 if self._reading_along else PATIENCE_TOKENS
 
+    def submit(self, group: SequenceGroup) -> None:
+        """Queues a request; Ctrl-C waits, as it would leave one that is known to a part of the engine. Raises what
+        `Engine.submit` raises."""
+        with ctrl_c_waits():
+            self.engine.submit(group)
+
+    def send_steps(self) -> None:
+        """For an engine that does not run itself, as the next: in the caller's thread, so Ctrl-C waits likewise."""
+        with ctrl_c_waits():
+            self.engine.send_steps()
+
     def take_turn(self) -> None:
-        """Takes what has happened and delivers what it gave; for an engine that does not run itself."""
-        self.engine.take_events()
-        self._outputs.run_pending()
+        """Takes what has happened and delivers what it gave."""
+        with ctrl_c_waits():
+            self.engine.take_events()
+            self._outputs.run_pending()
         if self._logs_statistics and self._statistics_line.is_due:
             self._statistics_line.log()
 

@@ -239,6 +239,25 @@ def test_threads_share_a_model_and_one_that_fails_leaves_the_others_alone(llm, m
     assert llm.generate(PROMPTS[0], LONG, use_tqdm=False)[0].outputs[0].token_ids == expected[PROMPTS[0]]
 
 
+def test_ctrl_c_within_a_queue_of_the_scheduler_leaves_no_half_of_a_request(llm, monkeypatch):
+    """In the caller's thread a request goes through several of its tables."""
+    queue = llm._embedded.engine._live._in_order
+    add = type(queue).add
+
+    def interrupted(self: Any, entry: Any) -> None:
+        monkeypatch.undo()
+        add(self, entry)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(type(queue), "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["interrupted"] * 3, LONG, use_tqdm=False)
+    assert type(queue).add is add, "it came to that"
+    wait_until(lambda: not llm._embedded.engine.live_groups() and not queue)
+    wait_until(lambda: not llm._embedded.engine._live._num_by_model)
+    assert llm.generate(PROMPTS[0], LONG, use_tqdm=False)[0].outputs[0].token_ids
+
+
 def wait_until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30
     while not holds():
@@ -345,6 +364,37 @@ def test_a_script_needs_no_main_guard_nor_an_end_and_a_fork_does_no_harm(folder,
     assert (first, second, done.returncode) == ("1", "2", 0) and "made in another process" in forked
     assert "Traceback" not in done.stderr and "tokens/s" in done.stderr
     wait_until(lambda: not Path(f"/proc/{worker}").exists())
+
+
+def test_ctrl_c_within_a_step_of_the_engine_breaks_no_request(folder, llm, monkeypatch):
+    expected = {prompt: llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0] for prompt in PROMPTS}
+    with LLMEngine(str(folder), **SIZES) as engine:
+        for prompt in PROMPTS:
+            engine.add_request(prompt, prompt, GREEDY)
+        queue = engine._embedded.engine._live._in_order
+        remove = type(queue).remove
+
+        interrupts: list[str] = []
+
+        def interrupted(self: Any, entry: Any) -> None:
+            if not interrupts:
+                interrupts.append("sent")
+                signal.raise_signal(signal.SIGINT)
+            remove(self, entry)
+
+        finished: dict[str, CompletionOutput] = {}
+        monkeypatch.setattr(type(queue), "remove", interrupted)
+        for _ in range(200):  # of which some thirty are needed
+            try:
+                outputs = engine.step()
+            except KeyboardInterrupt:
+                interrupts.append("heard")
+                continue
+            finished |= {output.request_id: output.outputs[0] for output in outputs if output.finished}
+        assert interrupts == ["sent", "heard"] and not queue
+    assert {prompt: output.token_ids for prompt, output in finished.items()} == {
+        prompt: output.token_ids for prompt, output in expected.items()
+    }
 
 
 def test_the_engine_steps_only_when_it_is_told_to(folder, llm):
