@@ -190,18 +190,18 @@ class Embedded:
                 self._outputs.patience = 1 if self._reading_along else PATIENCE_TOKENS
 
     def submit(self, group: SequenceGroup) -> None:
-        """Queues a request; Ctrl-C waits, as it would leave one that is known to a part of the engine. Raises what
+        """Queues a request, in the caller's thread: Ctrl-C waits, else half of one might stay. Raises what
         `Engine.submit` raises."""
         with ctrl_c_waits():
             self.engine.submit(group)
 
     def send_steps(self) -> None:
-        """For an engine that does not run itself, as the next: in the caller's thread, so Ctrl-C waits likewise."""
+        """The first half of a turn of an engine that does not run itself: schedules. Ctrl-C waits likewise."""
         with ctrl_c_waits():
             self.engine.send_steps()
 
     def take_turn(self) -> None:
-        """Takes what has happened and delivers what it gave."""
+        """The other half: takes what has happened and delivers what it gave."""
         with ctrl_c_waits():
             self.engine.take_events()
             self._outputs.run_pending()

@@ -100,6 +100,22 @@ def test_on_the_host_a_prefill_is_no_longer_than_soon_measured(
     assert profile.prefill_tokens_per_s == pytest.approx(lengths[-1] / seconds)
 
 
+@pytest.mark.parametrize("seconds", [0.1, 0.3])
+def test_ranks_measure_the_same_steps_whatever_their_clocks_say(
+    model: Recorder, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """One that measured a step less than the others would leave these waiting for it."""
+
+    def timed(self: Profiler, work: Callable[[], object]) -> float:
+        work()
+        return seconds
+
+    monkeypatch.setattr(Profiler, "_seconds", timed)
+    limits = Limits(max_num_seqs=6, max_num_batched_tokens=512, max_model_len=1024)
+    Profiler(ModelRunner(model, fake_config(), 4), HostMemory()).measure(limits, is_alone=False)
+    assert model.steps == [([count], 1) for length in (8, 128) for count in (length, 1)]
+
+
 def test_on_the_host_a_small_prefill_is_scaled_up(model: Recorder) -> None:
     profiler = Profiler(ModelRunner(model, fake_config(), 4), HostMemory())
     one, two = (profiler.step_bytes(Profile(10, 500, False, 1.0), Limits(6, num_tokens, 64)) for num_tokens in (10, 20))

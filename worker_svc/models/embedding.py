@@ -14,23 +14,25 @@ from worker_svc.models.products.linear import take_linear
 from worker_svc.models.quantized.quantized_table import QuantizedTable
 
 
+def _place_of(part: ModelPart, base: str) -> tuple[str, int, range]:
+    """The table's name, the width of its vectors, and this rank's tokens; `base` is what names begin with."""
+    style, (token_ids, _) = part.whole.style, vocabulary_part(part.ranks, part.whole.vocab_size)
+    return f"{base}{style.names.embedding}.weight", style.embedding_size or part.whole.hidden_size, token_ids
+
+
 def take_embedding(part: ModelPart, weights: Weights, base: str) -> torch.Tensor:
-    """Vectors of this rank's tokens, [tokens, width], as `Weights.take_matrix` has them; `base` is what their names
-    begin with."""
-    config = part.whole
-    style, (token_ids, _) = config.style, vocabulary_part(part.ranks, config.vocab_size)
-    name, width = f"{base}{style.names.embedding}.weight", style.embedding_size or config.hidden_size
-    return weights.take_matrix([name], [config.vocab_size], width, rows=[token_ids])
+    """Vectors of this rank's tokens, [tokens, width], as `Weights.take_matrix` has them."""
+    name, width, token_ids = _place_of(part, base)
+    return weights.take_matrix([name], [part.whole.vocab_size], width, rows=[token_ids])
 
 
 def _take_table(part: ModelPart, weights: Weights, base: str, device: torch.device) -> torch.Tensor | QuantizedTable:
     """As `take_embedding`; on a CPU in few bits where the checkpoint has it so. A GPU would launch a dozen kernels for
     what it saves."""
-    config, (token_ids, _) = part.whole, vocabulary_part(part.ranks, part.whole.vocab_size)
-    name, width = f"{base}{config.style.names.embedding}.weight", config.style.embedding_size or config.hidden_size
+    name, width, token_ids = _place_of(part, base)
     if device.type != "cpu" or not weights.format_of(name) or not token_ids:
         return take_embedding(part, weights, base)
-    return QuantizedTable(weights.take_quantized(name, config.vocab_size, width, [token_ids], range(width)))
+    return QuantizedTable(weights.take_quantized(name, part.whole.vocab_size, width, [token_ids], range(width)))
 
 
 class Embedding:
@@ -40,8 +42,8 @@ class Embedding:
         config = part.whole
         style, names, hidden = config.style, config.style.names, config.hidden_size
         self._style, self._ranks = style, part.ranks
-        self._dtype, self._width = weights.dtype, style.embedding_size or hidden
-        self._token_ids, _ = vocabulary_part(part.ranks, config.vocab_size)
+        self._dtype = weights.dtype
+        _, self._width, self._token_ids = _place_of(part, base)
         self._table = _take_table(part, weights, base, device)
         self._project_in, self._positions, self._norm = None, None, None
         if style.embedding_size:

@@ -186,8 +186,7 @@ def _peak_bytes(config: ModelConfig, tensors: Tensors, weights: CheckpointWeight
             continue
         count, is_table = math.prod(tensor.shape), name.endswith(f"{names.embedding}.weight")
         as_read = beside = 2 if tensor.dtype == torch.bfloat16 else config.dtype.itemsize
-        of_table = float(as_read)
-        of_product = float(as_read)
+        of_product = of_table = float(as_read)
         if config.quantization:
             of_product = 1 if is_table or name == head else config.bytes_per_number
         if isinstance(tensor, QuantizedTensor):

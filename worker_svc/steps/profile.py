@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -54,21 +54,27 @@ class Profiler:
     def __init__(self, runner: ModelRunner, memory: DeviceMemory) -> None:
         self._runner, self._memory = runner, memory
 
-    def measure(self, bounds: Limits) -> Profile:
-        """A prefill, after a smaller one that compiles and warms up. `bounds` are the largest sizes of a step."""
+    def measure(self, bounds: Limits, *, is_alone: bool = True) -> Profile:
+        """A prefill, after a smaller one that compiles and warms up. `bounds` are the largest sizes of a step.
+
+        Not alone: every rank computes its part of the same steps, so none of them looks at its own clock.
+        """
         longest = max(bounds.max_model_len - 2, 1)  # a prompt, a token drawn after it, and one more
         num_tokens = min(bounds.max_num_batched_tokens, longest)
         self._measure(1, min(num_tokens, _WARM_UP_TOKENS))
-        profile = self._on_host(num_tokens) if self._memory.is_host else self._on_device(bounds, longest)
+        if self._memory.is_host:
+            profile = self._on_host(num_tokens, _HOST_TOKENS if is_alone else _HOST_TOKENS[-1:])
+        else:
+            profile = self._on_device(bounds, longest)
         config = self._runner.config
         if config.cache_scales is not None:
             warn_of_cuts(config.cache_scales, self._runner.cache.store, config.first_layer)
         self._runner.release_cache()
         return profile
 
-    def _on_host(self, most_tokens: int) -> Profile:
-        """Of one sequence, of as many tokens as do not take long."""
-        for most in _HOST_TOKENS:
+    def _on_host(self, most_tokens: int, counts: Sequence[int]) -> Profile:
+        """Of one sequence: of the first count of tokens, and of a larger one where that does not take long."""
+        for most in counts:
             num_tokens = min(most, most_tokens)
             num_bytes, seconds = self._measure(1, num_tokens)
             if num_tokens == most_tokens or seconds > _HOST_SECONDS:

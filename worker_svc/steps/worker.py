@@ -143,7 +143,7 @@ class Worker:
         self._limits, self._sizes = None, None
         if self._profile is None:
             row.draw("warming up: the first steps")
-            self._profile = self._profiler.measure(self.bounds)
+            self._profile = self._profiler.measure(self.bounds, is_alone=self._group is None)
             if self._group is None and may_give_way(runner.config, runner.device):
                 self._giving_way = GivingWay()
         if self._touching is not None:

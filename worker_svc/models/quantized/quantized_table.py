@@ -7,7 +7,7 @@ import torch
 from kernels.quantized_weight import QuantizedWeight
 from worker_svc.models.quantized.shaping import some_outputs
 
-BYTES_PER_NUMBER = 1.25  # at most: a byte of its code, and its part of a float32 scale for 16
+BYTES_PER_NUMBER = 1.25  # a byte of its code, and its part of a float32 scale for 16; less with larger groups
 
 
 class QuantizedTable:
