@@ -20,7 +20,7 @@ from octavo.shared.cores import allowed_cores
 from protos import worker_pb2
 from tests.worker.fake_model import FakeModel, decode, fake_config, next_token, prefill, tokens_of
 from tests.worker.replayed_graphs import ReplayedGraphs
-from worker_svc.cache.cache_sizing import CacheSizes, Limits, size_cache
+from worker_svc.cache.cache_sizing import CacheSizes, size_cache
 from worker_svc.config import WorkerConfig
 from worker_svc.host.graph_backend import GraphBackend
 from worker_svc.host.memory import GIB
@@ -169,8 +169,8 @@ def test_logits_of_graphs_are_planned_beside_the_memory_that_graphs_may_take(mon
     """They are there before the backend begins to count, and the cache leaves room for them."""
     order, planned, new, measure = list[str](), list[int](), GraphBuffers.new, Profiler.measure
 
-    def measured(profiler: Profiler, bounds: Limits) -> Profile:
-        return replace(measure(profiler, bounds), peak_bytes=1 << 20)  # what a process holds differs from run to run
+    def measured(*args: Any, **options: Any) -> Profile:
+        return replace(measure(*args, **options), peak_bytes=1 << 20)  # what a process holds differs from run to run
 
     def buffers_of(*args: Any, **options: Any) -> GraphBuffers:
         order.append("buffers")
