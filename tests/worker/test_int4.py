@@ -13,6 +13,7 @@ from kernels.cpu.products.packed_weight import Kind
 from kernels.cpu.products.records import Codes
 from tests.kernels.few_bits_weights import in_few_bits
 from tests.tiny_models import make_tiny_llama
+from tests.worker.kept import wait_until_kept
 from tests.worker.model_cases import Stepper
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder import Decoder
@@ -46,6 +47,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def load(folder: Path, dtype: str = "float32", quantization: str = "int8") -> Decoder:
     model = load_model(folder, ModelConfig.from_folder(folder, dtype, quantization=quantization), "cpu")
+    wait_until_kept()
     assert isinstance(model, Decoder)
     return model
 

@@ -16,6 +16,7 @@ from tests.kernels.few_bits_weights import unpack_four_bits
 from tests.tiny_models import make_tiny_llama
 from tests.worker.families import FAMILIES, VOCAB_SIZE, make_family
 from tests.worker.gguf_files import write_gguf
+from tests.worker.kept import wait_until_kept
 from tests.worker.model_cases import Stepper
 from worker_svc.models.checkpoint.gguf_folder import model_folder
 from worker_svc.models.config import ModelConfig, ModelError
@@ -40,7 +41,9 @@ def tokens(length: int) -> list[int]:
 
 def load(folder: Path, quantization: str = "int8", dtype: str = "float32", load_format: str = "auto") -> Model:
     config = ModelConfig.from_folder(folder, dtype, quantization=quantization)
-    return load_model(folder, config, "cpu", load_format)
+    model = load_model(folder, config, "cpu", load_format)
+    wait_until_kept()
+    return model
 
 
 def logits_of(model: Model) -> list[torch.Tensor]:

@@ -9,22 +9,24 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from structlog.testing import capture_logs
 
 from tests.worker.families import make_family
+from tests.worker.kept import wait_until_kept
 from tests.worker.model_cases import Stepper
 from tests.worker.quantised_checkpoints import FORMATS, write_quantised
 from worker_svc.models import config as config_module
 from worker_svc.models.checkpoint.stored_tensor import OpenFile
 from worker_svc.models.config import ModelConfig
-from worker_svc.models.loader import load_model
+from worker_svc.models.loader import Model, load_model
 from worker_svc.models.products.kept_file import KeptFile
 
 MADE, KEPT = "weights quantised to int8", "quantised weights are kept for later starts"
@@ -43,11 +45,17 @@ def folder(tmp_path: Path) -> Path:
     return make_family("qwen2", tmp_path / "model")
 
 
+def load(folder: Path, quantization: str = "int8") -> tuple[Model, list[MutableMapping[str, Any]]]:
+    """A model, and what the log has of its weights once they are written."""
+    with capture_logs() as lines:
+        model = load_model(folder, ModelConfig.from_folder(folder, "float32", quantization=quantization), "cpu")
+        wait_until_kept()
+    return model, lines
+
+
 def start(folder: Path, quantization: str = "int8") -> tuple[torch.Tensor, list[str]]:
     """A model's logits, and what the log has of its weights."""
-    with capture_logs() as lines:
-        config = ModelConfig.from_folder(folder, "float32", quantization=quantization)
-        model = load_model(folder, config, "cpu")
+    model, lines = load(folder, quantization)
     said = [f"{line['event']}: {line['error']}" if "error" in line else str(line["event"]) for line in lines]
     return Stepper(model, [[1, 2, 3]]).step({0: (0, 3)})[0], said
 
@@ -164,9 +172,7 @@ def test_what_stands_in_the_way_is_named(folder: Path, cache: Path) -> None:
     (path,) = cache.iterdir()
     path.unlink()
     path.with_name(f"{path.name}.partial").mkdir()  # as a file of another user, but so for root as well
-    with capture_logs() as lines:
-        load_model(folder, ModelConfig.from_folder(folder, "float32", quantization="int8"), "cpu")
-    assert lines[-1] == {
+    assert load(folder)[1][-1] == {
         "event": "quantised weights are not kept",
         "path": f"{path}.partial",
         "error": "Is a directory",
@@ -218,3 +224,20 @@ def test_a_process_that_is_killed_while_it_writes_is_waited_for_by_nobody(tmp_pa
     assert names_in(tmp_path) == [".partial"]
     assert KeptFile(path).write(5, filled(b"whole"))
     assert path.read_bytes() == b"whole" and list(tmp_path.iterdir()) == [path]
+
+
+ENDING = """
+import os, sys, time
+from worker_svc.models.config import ModelConfig
+from worker_svc.models.loader import load_model
+
+fsync = os.fsync
+os.fsync = lambda descriptor: (time.sleep(0.5), fsync(descriptor))
+load_model(sys.argv[1], ModelConfig.from_folder(sys.argv[1], "float32", quantization="int8"), "cpu")
+"""
+
+
+def test_the_end_of_a_process_waits_for_a_slow_disk(folder: Path, cache: Path) -> None:
+    subprocess.run([sys.executable, "-c", ENDING, str(folder)], check=True, capture_output=True)
+    assert names_in(cache) == [".safetensors"]
+    assert start(folder)[1] == []

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.worker.families import FAMILIES, make_family
+from tests.worker.kept import wait_until_kept
 from tests.worker.ranks_in_threads import on_all_ranks
 from tests.worker.test_model_parts import LENGTHS, SPLITS, logits_of, reads, tokens
 from worker_svc.models.attention import AttentionMetadata
@@ -110,6 +111,7 @@ def test_stages_of_eight_bits_are_kept_apart(is_tied: bool, tmp_path: Path, monk
     expected = logits_of(load_model(folder, config, "cpu"), [tokens(20)])[0]
     for _ in range(2):  # made, and then found
         assert torch.equal(logits_of(Pipeline(folder, 2, quantization="int8"), [tokens(20)])[0], expected)
+        wait_until_kept()
         kept = [path.stem.partition("-int8-")[2] for path in (tmp_path / "cache" / "quantized").iterdir()]
         assert sorted(kept) == ["5", "5-layers-0-2", "5-layers-2-3"]
 

@@ -14,6 +14,7 @@ there fits. One that cannot be read or written (`KeptFile`) costs time and nothi
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -44,6 +45,7 @@ log = structlog.get_logger()
 
 _LAYOUT_VERSION = 5  # to be counted up with every change of what is made of the same weights
 _PACKED, _SCALE, _RECORDS, _BIAS, _OUTPUTS = "packed", "scale", "records", "bias", "outputs"
+KEEPING = "quantised weights are written"  # the name of the thread
 GROUPS = {"int4": 32, "int4-128": 128}  # inputs that share a scale; int8 has one an output
 
 
@@ -113,21 +115,25 @@ class QuantizedStore:
         return CompiledLinear(product)
 
     def finish(self) -> None:
-        """All products are made or found: writes the file unless it had them all."""
+        """All products are made or found: unless the file had them all a thread writes it, as a disk takes seconds for
+        what this process itself does not need. Its end waits for the thread."""
         parts, self._parts, self._stored = self._parts, {}, {}
         if self._file is None or not self._num_made:
             return
         seconds = round(time.monotonic() - self._started_s, 2)
         log.info(f"weights quantised to {self._quantization}", products=self._num_made, seconds=seconds)
-        path, tensors = str(self._file.path), _tensors(parts)
-        try:
-            num_bytes = sum(tensor.num_bytes for tensor in tensors)
-            if self._file.write(num_bytes, partial(write_safetensors, tensors=tensors)):
-                log.info("quantised weights are kept for later starts", path=path)
-            else:
-                log.info("quantised weights are kept by another process", path=path)
-        except OSError as error:
-            log.warning("quantised weights are not kept", path=error.filename or path, error=error.strerror)
+        threading.Thread(target=_keep, args=(self._file, _tensors(parts)), name=KEEPING).start()
+
+
+def _keep(file: KeptFile, tensors: list[PendingTensor]) -> None:
+    path, num_bytes = str(file.path), sum(tensor.num_bytes for tensor in tensors)
+    try:
+        if file.write(num_bytes, partial(write_safetensors, tensors=tensors)):
+            log.info("quantised weights are kept for later starts", path=path)
+        else:
+            log.info("quantised weights are kept by another process", path=path)
+    except OSError as error:
+        log.warning("quantised weights are not kept", path=error.filename or path, error=error.strerror)
 
 
 def _digest(weight_files: Sequence[Path]) -> str:
