@@ -43,6 +43,7 @@ from worker_svc.models.decoder import Decoder
 from worker_svc.models.fused_layers import FusedLayers
 from worker_svc.models.loader import Model, load_model
 from worker_svc.models.products.compiled_linear import CompiledLinear
+from worker_svc.service.devices import cache_dtype
 
 RESULTS = Path(__file__).parent / "results"
 _BLOCK_SIZE = 16
@@ -179,7 +180,8 @@ def decode_step(model: Model, num_sequences: int, seq_len: int) -> tuple[Any, ..
     """Arguments of `Model.forward`: so many sequences of this length compute their last token each."""
     generator = torch.Generator().manual_seed(0)
     num_blocks = -(-seq_len // _BLOCK_SIZE)
-    cache = CacheEngine(model.config, _BLOCK_SIZE, num_sequences * num_blocks, 0, model.config.dtype, "cpu")
+    dtype = cache_dtype("auto", torch.device("cpu"), model.config.quantization) or model.config.dtype
+    cache = CacheEngine(model.config, _BLOCK_SIZE, num_sequences * num_blocks, 0, dtype, "cpu")
     for layer in cache.layers:
         for part in layer:
             part.normal_(generator=generator)

@@ -106,7 +106,7 @@ class WorkerConfig:
     block_size: int = option(16, "tokens in a cache block", group=MEMORY)
     kv_cache_dtype: str = option(
         "auto",
-        "type of keys and values; auto: that of --dtype; fp8: float8_e4m3fn, on GPUs that have it",
+        "type of keys and values; auto: --dtype, or bfloat16 with --quantization on CPUs; fp8: on newer GPUs",
         group=MEMORY,
         choices=("auto", "float32", "float16", "bfloat16", "fp8"),
     )

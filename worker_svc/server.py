@@ -224,7 +224,8 @@ def load(config: WorkerConfig, group: ParallelGroup | None = None) -> tuple[Mode
     local_rank, local_size = (group.member.local_rank, group.member.local_size) if group else (0, 1)
     device = choose_device(config.device, local_rank)
     set_threads(config, local_size)
-    of_cache = cache_dtype(config.kv_cache_dtype, device)
+    quantization = "" if config.quantization == "none" else config.quantization
+    of_cache = cache_dtype(config.kv_cache_dtype, device, quantization)
     asked, started_s = config.max_model_len, time.monotonic()
     path = available(config.model, load_format=config.load_format, download_dir=config.download_dir or None)
     with model_folder(path) as folder:
@@ -235,7 +236,7 @@ def load(config: WorkerConfig, group: ParallelGroup | None = None) -> tuple[Mode
             str(device),
             impl=config.model_impl,
             trust_remote_code=config.trust_remote_code,
-            quantization="" if config.quantization == "none" else config.quantization,
+            quantization=quantization,
             is_batch_invariant=config.batch_invariant,
         )
         if name := served_name(config.model, path):

@@ -88,6 +88,9 @@ def test_a_cache_of_8_bits_is_for_gpus_that_have_them(monkeypatch: pytest.Monkey
     assert cache_dtype("fp8", torch.device("cuda", 0)) == torch.float8_e4m3fn
     assert cache_dtype("bfloat16", torch.device("cpu")) == torch.bfloat16
     assert cache_dtype("auto", torch.device("cpu")) is None
+    assert cache_dtype("auto", torch.device("cpu"), "int8") == torch.bfloat16
+    assert cache_dtype("float32", torch.device("cpu"), "int8") == torch.float32
+    assert cache_dtype("auto", torch.device("cuda", 0), "fp8") is None
     with pytest.raises(StartupError, match="fp8 is for GPUs, not for device cpu"):
         cache_dtype("fp8", torch.device("cpu"))
     FakeGpus(monkeypatch, 1, capability=(8, 0))

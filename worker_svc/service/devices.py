@@ -34,8 +34,11 @@ def choose_device(asked: str, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", index)
 
 
-def cache_dtype(asked: str, device: torch.device) -> torch.dtype | None:
-    """The type of keys and values by `--kv-cache-dtype`; None (auto): the model's. Raises StartupError."""
+def cache_dtype(asked: str, device: torch.device, quantization: str = "") -> torch.dtype | None:
+    """The type of keys and values by `--kv-cache-dtype`; None: the model's. auto is that, but bfloat16 where a CPU
+    rounds the rows of products to 8 bits anyway. Raises StartupError."""
+    if asked == "auto" and quantization and device.type == "cpu":
+        return torch.bfloat16
     if asked != "fp8":
         return DTYPES.get(asked)
     if device.type != "cuda":

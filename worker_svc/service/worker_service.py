@@ -104,7 +104,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         asked, scales = self._worker.config.kv_cache_dtype, self._model_config.cache_scales
         if scales is not None and scales.digest:
             return f"{asked}:{scales.digest}"  # other scales give other tokens
-        return str(self._model_config.dtype).removeprefix("torch.") if asked == AUTO else asked
+        return str(self._worker.cache_dtype).removeprefix("torch.") if asked == AUTO else asked
 
     def _lifecycle(self) -> worker_pb2.WorkerLifecycle:
         if self._is_draining:

@@ -74,7 +74,7 @@ class ModelRunner:
         self.config = config
         self.block_size = block_size
         self.device = torch.device(device)
-        self._cache_dtype = cache_dtype or config.dtype
+        self.cache_dtype = cache_dtype or config.dtype
         self._model, self.adapters, self._answers = model, adapters, answers
         self._draws = answers is None or answers.is_last  # else what is drawn comes from another stage
         self._cache: CacheEngine | None = None
@@ -98,7 +98,7 @@ class ModelRunner:
     @property
     def block_bytes(self) -> int:
         """Keys and values of one block over all layers."""
-        return CacheEngine.block_bytes(self.config, self.block_size, self._cache_dtype)
+        return CacheEngine.block_bytes(self.config, self.block_size, self.cache_dtype)
 
     def allocate_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
         """Replaces the cache; the old contents are lost."""
@@ -126,7 +126,7 @@ class ModelRunner:
     def new_cache(self, num_device_blocks: int, num_host_blocks: int) -> CacheEngine:
         """A second cache like the runner's own, which stays as it is."""
         return CacheEngine(
-            self.config, self.block_size, num_device_blocks, num_host_blocks, self._cache_dtype, self.device
+            self.config, self.block_size, num_device_blocks, num_host_blocks, self.cache_dtype, self.device
         )
 
     def release_cache(self) -> None:

@@ -104,6 +104,11 @@ class Worker:
         return self._runner.device
 
     @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return self._runner.cache_dtype
+
+    @property
     def graph_sizes(self) -> GraphSizes:
         """Of the steps that are replayed."""
         return self._runner.graph_sizes
