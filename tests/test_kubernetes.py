@@ -7,12 +7,12 @@ import json
 import re
 import subprocess
 from argparse import Namespace
+from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-import kubernetes_validate
 import pytest
 from starlette.routing import Route
 
@@ -88,9 +88,11 @@ def problem_of(manifest: Manifest, version: str) -> str:
 
 @cache  # most manifests are the same in several cases
 def _problem_of(text: str, version: str) -> str:
+    import kubernetes_validate  # here, as it takes seconds, and all processes of a run collect all files
+
     manifest = json.loads(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kubernetes_validate.utils, "schema_contents", _schema)
+        patch.setattr(kubernetes_validate.utils, "schema_contents", _schema())
         try:
             kubernetes_validate.validate(manifest, version, strict=True)
         except kubernetes_validate.ValidationError as error:
@@ -98,7 +100,12 @@ def _problem_of(text: str, version: str) -> str:
     return ""
 
 
-_schema = cache(kubernetes_validate.utils.schema_contents)  # megabytes, which it reads for each manifest
+@cache
+def _schema() -> Callable[..., object]:
+    """Of a version, once: it has megabytes, and is read for each manifest otherwise."""
+    import kubernetes_validate
+
+    return cache(kubernetes_validate.utils.schema_contents)
 
 
 def test_the_schema_is_strict() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy
 import torch
-from scipy import stats
 
 from octavo import LLM, SamplingParams
 from octavo.models.resolve import resolve_model
@@ -102,7 +102,7 @@ def test_draws_follow_the_distribution(tiny, filters):
     if expected[-1] < 8:
         observed, expected = observed[:-1], expected[:-1] * observed[:-1].sum() / expected[:-1].sum()
     assert len(common) > 4
-    assert stats.chisquare(observed, expected).pvalue > 1e-4
+    assert scipy.stats.chisquare(observed, expected).pvalue > 1e-4
 
 
 def expected_chances(

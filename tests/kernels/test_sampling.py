@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy
 import torch
-from scipy import stats
 
 from kernels import cpu
 from kernels.cpu.library import library
@@ -131,7 +131,7 @@ def test_uniforms_are_uniform_and_independent_of_their_neighbours() -> None:
     seed, position = (torch.from_numpy(grid.ravel()) for grid in np.meshgrid(seeds, np.arange(2000)))
     numbers = cpu.uniforms(seed, torch.zeros_like(seed), position).numpy()
     assert numbers.min() >= 0 and numbers.max() < 1
-    assert stats.kstest(numbers, "uniform").pvalue > 1e-3
+    assert scipy.stats.kstest(numbers, "uniform").pvalue > 1e-3
     assert abs(np.corrcoef(numbers.reshape(2000, 20), rowvar=False) - np.eye(20)).max() < 0.1
 
 
@@ -354,7 +354,7 @@ def test_draws_follow_the_distribution(implementation: tuple[ModuleType, str]) -
     expected = torch.softmax((logits[0] / 0.7).double().masked_fill(logits[0] < -2, -torch.inf), dim=-1).numpy() * size
     observed = np.bincount(drawn.numpy(), minlength=8)
     assert observed[expected == 0].sum() == 0
-    assert stats.chisquare(observed[expected > 0], expected[expected > 0]).pvalue > 1e-3
+    assert scipy.stats.chisquare(observed[expected > 0], expected[expected > 0]).pvalue > 1e-3
 
 
 # ---- Logprobs -------------------------------------------------------------------------------------------------------

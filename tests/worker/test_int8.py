@@ -24,6 +24,7 @@ from worker_svc.models.decoder import Decoder
 from worker_svc.models.loader import Model, load_model
 from worker_svc.models.mlp import Mlp
 from worker_svc.models.products.compiled_linear import CompiledLinear
+from worker_svc.service.devices import cache_dtype
 
 LENGTHS = [1, 7, 83]
 
@@ -46,10 +47,15 @@ def load(folder: Path, quantization: str = "int8", dtype: str = "float32", load_
     return model
 
 
+def served(model: Model, sequences: list[list[int]]) -> Stepper:
+    """With keys and values of the type that a worker keeps of such a model."""
+    return Stepper(model, sequences, cache_dtype("auto", torch.device("cpu"), model.config.quantization))
+
+
 def logits_of(model: Model) -> list[torch.Tensor]:
     """f32[length, vocab] of each of LENGTHS, all in one step."""
     pieces = {i: (0, length) for i, length in enumerate(LENGTHS)}
-    return list(Stepper(model, [tokens(length) for length in LENGTHS]).step(pieces).values())
+    return list(served(model, [tokens(length) for length in LENGTHS]).step(pieces).values())
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -73,7 +79,7 @@ def test_logits_of_every_family_are_near_those_of_float32_and_the_same_from_the_
 def test_a_row_is_the_same_in_chunks_and_alone(name: str, tmp_path: Path) -> None:
     model, sequence = load(make_family(name, tmp_path / "model")), tokens(83)
     whole = logits_of(model)[2]
-    alone = Stepper(model, [sequence])
+    alone = served(model, [sequence])
     for first, last in ((0, 40), (40, 41), (41, 43), (43, 82), (82, 83)):
         assert torch.equal(alone.step({0: (first, last)})[0], whole[first:last])
 
@@ -104,7 +110,7 @@ def test_four_bits_are_the_same_from_the_cache_and_in_chunks(
     made = logits_of(model)
     for one, other in zip(made, logits_of(load(folder, quantization)), strict=True):
         assert torch.equal(one, other)
-    alone = Stepper(model, [tokens(83)])
+    alone = served(model, [tokens(83)])
     for first, last in ((0, 40), (40, 41), (41, 83)):
         assert torch.equal(alone.step({0: (first, last)})[0], made[2][first:last])
     load(folder, "int8")

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy
 import torch
-from scipy import stats
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
     TemperatureLogitsWarper,
@@ -67,7 +67,7 @@ def test_draws_follow_the_distribution(temperature: float) -> None:
     observed = np.bincount(drawn, minlength=7)
     possible = expected > 0
     assert observed[~possible].sum() == 0
-    assert stats.chisquare(observed[possible], expected[possible]).pvalue > 1e-3
+    assert scipy.stats.chisquare(observed[possible], expected[possible]).pvalue > 1e-3
 
 
 def test_draw_is_the_same_alone_and_in_a_full_batch() -> None:
@@ -203,7 +203,7 @@ def test_filtered_draws_follow_the_renormalised_distribution() -> None:
     expected = torch.softmax(scores[0], dim=-1).numpy() * num_draws
     observed = np.bincount(drawn, minlength=7)
     assert observed[expected == 0].sum() == 0 and (expected > 0).sum() > 1
-    assert stats.chisquare(observed[expected > 0], expected[expected > 0]).pvalue > 1e-3
+    assert scipy.stats.chisquare(observed[expected > 0], expected[expected > 0]).pvalue > 1e-3
 
 
 def test_ties_with_the_last_kept_token_are_kept() -> None:
