@@ -227,13 +227,16 @@ def test_a_process_that_is_killed_while_it_writes_is_waited_for_by_nobody(tmp_pa
 
 
 ENDING = """
-import os, sys, time
+import os, sys, threading, time
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.loader import load_model
 
 fsync = os.fsync
 os.fsync = lambda descriptor: (time.sleep(0.5), fsync(descriptor))
-load_model(sys.argv[1], ModelConfig.from_folder(sys.argv[1], "float32", quantization="int8"), "cpu")
+config = ModelConfig.from_folder(sys.argv[1], "float32", quantization="int8")
+model_thread = threading.Thread(target=load_model, args=(sys.argv[1], config, "cpu"), daemon=True)  # as a worker's is
+model_thread.start()
+model_thread.join()
 """
 
 

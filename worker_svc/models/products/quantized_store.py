@@ -122,7 +122,8 @@ class QuantizedStore:
             return
         seconds = round(time.monotonic() - self._started_s, 2)
         log.info(f"weights quantised to {self._quantization}", products=self._num_made, seconds=seconds)
-        threading.Thread(target=_keep, args=(self._file, _tensors(parts)), name=KEEPING).start()
+        # No daemon, as it would be by itself: a worker loads its model in a thread that nothing waits for.
+        threading.Thread(target=_keep, args=(self._file, _tensors(parts)), name=KEEPING, daemon=False).start()
 
 
 def _keep(file: KeptFile, tensors: list[PendingTensor]) -> None:
