@@ -34,6 +34,7 @@ from tests import forkserver
 from tests.forkserver import ForkedCommand
 from tests.tiny_models import make_tiny_llama
 from tests.worker.fake_model import decode, greedy, slots_u16, tokens_of, u32
+from tests.worker.kept import wait_until_kept
 from worker_svc import server as worker_server
 from worker_svc.config import WorkerConfig
 from worker_svc.errors import StartupError
@@ -85,6 +86,25 @@ async def test_a_worker_says_what_it_serves_while_it_measures_its_first_steps(co
         await starting
         assert (await fewer).max_num_seqs == 3
         assert worker.sizes == await fewer, "a scheduler's settings come last"
+    await server.stop()
+
+
+@pytest.mark.parametrize(
+    ("quantization", "asked", "kept"),
+    [("none", "auto", "float32"), ("int8", "auto", "bfloat16"), ("int8", "float32", "float32")],
+)
+async def test_a_worker_says_what_its_cache_is_kept_in(
+    config: WorkerConfig, quantization: str, asked: str, kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+    config = dataclasses.replace(config, device="cpu", dtype="float32", quantization=quantization, kv_cache_dtype=asked)
+    runner, files = load(config)
+    wait_until_kept()
+    server = WorkerServer(Worker(runner, config), runner.config, files)
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=CHANNEL_OPTIONS) as channel:
+        info = await worker_pb2_grpc.WorkerStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=60)
+        assert info.kv_cache_dtype == kept == str(runner.cache.store.dtype).removeprefix("torch.")
     await server.stop()
 
 
