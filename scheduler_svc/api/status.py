@@ -49,6 +49,9 @@ STATUS_CODES: dict[type[RequestRefused], grpc.StatusCode] = {
     Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     NotAllowed: grpc.StatusCode.PERMISSION_DENIED,
 }
+# With which gRPC ends a call: aborted, failed further on, or read after its server stopped (that has no public name).
+ENDS_CALL = (grpc.aio.BaseError, grpc.RpcError)
+FAULTS = (grpc.aio.UsageError, grpc.aio.InternalError)
 MAX_TEXT_BYTES = 500
 MAX_VIOLATIONS = 4  # in the details; the message names them all, as far as it goes
 DOMAIN = "octavo.v1"
@@ -68,12 +71,12 @@ class Refusal(NamedTuple):
 
 @asynccontextmanager
 async def refusals(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-    """Turns an error into the status of a call, by `refusal_of`."""
+    """Turns an error into the status of a call, by `refusal_of`. What gRPC ends a call with goes on to it."""
     try:
         yield
-    except (grpc.aio.AbortError, grpc.RpcError):
-        raise
     except Exception as error:
+        if isinstance(error, ENDS_CALL) and not isinstance(error, FAULTS):
+            raise
         await _abort(context, refusal_of(error))
 
 

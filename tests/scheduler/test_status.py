@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -36,6 +37,36 @@ async def test_a_client_that_is_gone_is_no_fault_of_ours(error: Exception) -> No
     assert len(context.codes) == 1
     errors = [line for line in logs if line["log_level"] == "error"]
     assert len(errors) == isinstance(error, ZeroDivisionError)
+
+
+async def test_a_call_that_reads_when_its_server_has_stopped_is_no_fault_of_ours() -> None:
+    begun, stopped, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def read_late(requests: Any, context: Any) -> Any:
+        begun.set()
+        try:
+            with suppress(asyncio.CancelledError):
+                await stopped.wait()
+            await stopped.wait()
+            async with refusals(context):
+                return await context.read()
+        finally:
+            ended.set()
+
+    server = grpc.aio.server()
+    methods = {"Echo": grpc.stream_unary_rpc_method_handler(read_late)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Echo", methods)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    with capture_logs() as logs:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.stream_unary("/test.Echo/Echo")()
+            await begun.wait()
+            await server.stop(None)
+            stopped.set()
+            await ended.wait()
+            call.cancel()
+    assert not [line for line in logs if line["log_level"] == "error"]
 
 
 class _Told:

@@ -537,8 +537,10 @@ def test_what_no_worker_can_say_costs_that_worker_alone(what: str):
 
 def test_who_answers_at_once_gets_no_more_of_what_comes_now_and_then_than_others():
     """Wrong answers that look right cannot be told from right ones, but being fast must not attract requests."""
-    loop = Loop()
+    now_ns = 0
+    loop = Loop(clock=lambda: now_ns)
     links = [loop.join(name) for name in ("fast", "slow")]
+    takes_ns = {"fast": 1_000_000, "slow": 20_000_000}
     taken = {"fast": 0, "slow": 0}
     for number in range(100):
         loop.submit(f"request {number}")
@@ -548,6 +550,8 @@ def test_who_answers_at_once_gets_no_more_of_what_comes_now_and_then_than_others
             taken[link.address] += worker.num_running
         for link in links:
             while any(worker.in_flight for worker in loop.engine.workers if worker.link is link):
+                now_ns += takes_ns[link.address]
+                link.last_heard_ns = now_ns
                 loop.answer(link)
                 loop.turn()
     assert min(taken.values()) > 30 and sum(taken.values()) == 100
