@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -29,7 +30,6 @@ from scheduler_svc.errors import QueueFull
 from tests.fuzz import http2_frames as http2
 
 METHOD = "/test.Echo/Echo"
-ANSWERED_S = 60.0  # behind a thousand calls of somebody else, on a machine that is busy with other tests
 
 
 @dataclass
@@ -190,7 +190,7 @@ class Echo:
 
     async def ask(self, data: bytes = b"hi", *, waits: bool = False) -> bytes:
         async with grpc.aio.insecure_channel(self.address) as channel:
-            answer: bytes = await channel.unary_unary(METHOD)(data, timeout=ANSWERED_S, wait_for_ready=waits)
+            answer: bytes = await channel.unary_unary(METHOD)(data, timeout=5, wait_for_ready=waits)
             return answer
 
 
@@ -208,7 +208,7 @@ async def server() -> AsyncIterator[Echo]:
     await server.start()
     yield it
     await server.stop(None)
-    async with asyncio.timeout(ANSWERED_S):  # who was in the middle of a call is told so in a turn of its own
+    async with asyncio.timeout(5):  # who was in the middle of a call is told so in a turn of its own
         while it.calls._num_open:
             await asyncio.sleep(0.01)
 
@@ -227,7 +227,8 @@ def _send(connection: socket.socket, data: bytes) -> bool:
 async def test_a_rapid_reset_ends_the_connection_and_no_other(server: Echo, method: str, has_message: bool) -> None:
     """Begun and reset ten thousand times in a row: some are let pass, then the connection is gone.
 
-    Also where each would be refused.
+    Also where each would be refused. Somebody else is answered within 5 s of this process's time, in which is all that
+    the server does for both: what other processes take of the machine meanwhile is not its fault.
     """
 
     def storm() -> int:
@@ -243,11 +244,13 @@ async def test_a_rapid_reset_ends_the_connection_and_no_other(server: Echo, meth
 
     async with grpc.aio.insecure_channel(server.address) as channel:
         echo = channel.unary_unary(METHOD)
-        assert await echo(b"before", timeout=ANSWERED_S) == b"before"
+        assert await echo(b"before", timeout=5) == b"before"
         server.refuses = has_message
+        started_s = time.process_time()
         assert await asyncio.to_thread(storm) < 100, "it was never cut off"
         server.refuses = False
-        assert await echo(b"after", timeout=ANSWERED_S) == b"after"
+        assert await echo(b"after", timeout=60) == b"after"
+        assert time.process_time() - started_s < 5
     assert server.received == [b"before", b"after"]
 
 
@@ -257,7 +260,7 @@ async def test_whoever_is_refused_keeps_its_connection_and_what_else_is_open_on_
     async with grpc.aio.insecure_channel(server.address) as channel:
         ask = channel.unary_unary(METHOD)
         for _ in range((IDLE_CALLS + 200) // 50):
-            for refused in await asyncio.gather(*(_code(ask(b"hi", timeout=ANSWERED_S)) for _ in range(50))):
+            for refused in await asyncio.gather(*(_code(ask(b"hi", timeout=5)) for _ in range(50))):
                 assert refused is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -373,9 +376,9 @@ async def test_what_is_read_on_the_event_loop_is_small_whatever_a_request_may_ha
     """`--max-request-bytes` is for those that text processes read."""
     async with grpc.aio.insecure_channel(server.address) as channel:
         largest = b"x" * request_guard.MAX_OTHER_BYTES
-        assert await channel.unary_unary(METHOD)(largest, timeout=ANSWERED_S) == largest
+        assert await channel.unary_unary(METHOD)(largest, timeout=5) == largest
         with pytest.raises(grpc.aio.AioRpcError, match="got 65537 bytes; accepted: at most 65536") as refused:
-            await channel.unary_unary(METHOD)(largest + b"x", timeout=ANSWERED_S)
+            await channel.unary_unary(METHOD)(largest + b"x", timeout=5)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         with pytest.raises(grpc.aio.AioRpcError, match="got 65537 bytes") as refused:
             await channel.stream_stream("/test.Echo/Stream")(iter([largest + b"x"])).read()

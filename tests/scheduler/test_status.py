@@ -45,7 +45,7 @@ async def test_a_call_that_reads_when_its_server_has_stopped_is_no_fault_of_ours
     async def read_late(requests: Any, context: Any) -> Any:
         begun.set()
         try:
-            with suppress(asyncio.CancelledError):
+            with suppress(asyncio.CancelledError):  # its call ends with the server; it goes on a little
                 await stopped.wait()
             await stopped.wait()
             async with refusals(context):
