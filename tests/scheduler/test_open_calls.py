@@ -241,7 +241,7 @@ async def test_a_rapid_reset_ends_the_connection_and_no_other(server: Echo, meth
                 )
                 if not _send(connection, batch) or _is_closed(connection):
                     return True
-            return any(_is_closed(connection) for _ in range(3000))  # each waits for 20 ms
+            return any(_is_closed(connection) for _ in range(1500))  # each waits for 20 ms
 
     async with grpc.aio.insecure_channel(server.address) as channel:
         echo = channel.unary_unary(METHOD)
