@@ -143,6 +143,22 @@ def test_rows_of_eight_bits_are_rounded_by_groups_and_multiplied_by_the_weight_i
     assert torch.equal(run(product, of_bfloat16), run(product, of_bfloat16.float()).bfloat16())
 
 
+@pytest.mark.parametrize("name", OF_INTEGERS)
+def test_the_largest_sums_of_rounded_rows_are_exact(name: str) -> None:
+    """All codes the largest or the smallest, all numbers of a row as large: partial sums that do not fit would wrap."""
+    weight, bias = rounded(weight_of(name, 48, 256)), torch.zeros(48)
+    values, codes = weight.values(), weight.codes.flatten()
+    x = torch.ones(18, weight.in_features)
+    x[1], x[2, ::2], x[3, ::4] = -1, -1, -1
+    rows = reference.rounded_rows(x)
+    for one in (values.argmax(), values.argmin()):
+        weight = replace(weight, codes=torch.full_like(weight.codes, int(codes[one])))
+        exact = rows @ weight.dequantized().double().T  # an order of inputs changes nothing, as all columns are alike
+        for count in (1, 2, 4, 18):
+            error = (run(product_of(weight, bias), x[:count]).double() - exact[:count]).abs()
+            assert (error <= most_error(weight, bias, rows[:count])).all(), (int(one), count)
+
+
 @pytest.mark.parametrize("level", usable_levels()[:-1])
 @pytest.mark.parametrize("name", OF_INTEGERS)
 def test_every_level_gives_rounded_rows_the_same_bits(name: str, level: str) -> None:

@@ -34,16 +34,17 @@ struct PairWeight {
     static F add(F x, F w, F sum) { return dot_pairs(x, w, sum); }
 };
 
-// C [ROWS, 16 COLUMNS] = S + x . W over `depth` lines of the panel; as many bytes are prefetched from `soon` on.
+// C [ROWS, 16 COLUMNS] = S + x . W over `depth` lines of the panel. With each line `step` bytes are prefetched, from
+// `soon` on.
 template <class Weight, int ROWS, int COLUMNS>
 void tile(const char *x, i64 x_stride, const char *w, i64 depth, const float *s, i64 s_stride, float *c,
-          const char *soon) {
+          const char *soon, i64 step) {
     F sums[ROWS][COLUMNS];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 3
         for (int v = 0; v < COLUMNS; v++) sums[r][v] = load(s + r * s_stride + v * LANES);
-    for (i64 k = 0; k < depth; k++, w += Weight::LINE, x += 4, soon += COLUMNS * Weight::VECTOR) {
+    for (i64 k = 0; k < depth; k++, w += Weight::LINE, x += 4, soon += step) {
         F weights[COLUMNS];
 #pragma GCC unroll 3
         for (int v = 0; v < COLUMNS; v++) weights[v] = Weight::read(w + v * Weight::VECTOR);
@@ -65,25 +66,28 @@ void tile(const char *x, i64 x_stride, const char *w, i64 depth, const float *s,
 // The same for up to `ROWS` rows, by the tile that is made for their number.
 template <class Weight, int ROWS, int COLUMNS>
 void tile_of(i64 rows, const char *x, i64 x_stride, const char *w, i64 depth, const float *s, i64 s_stride, float *c,
-             const char *soon) {
-    if (rows == ROWS) tile<Weight, ROWS, COLUMNS>(x, x_stride, w, depth, s, s_stride, c, soon);
-    else if constexpr (ROWS > 1) tile_of<Weight, ROWS - 1, COLUMNS>(rows, x, x_stride, w, depth, s, s_stride, c, soon);
+             const char *soon, i64 step) {
+    if (rows == ROWS) tile<Weight, ROWS, COLUMNS>(x, x_stride, w, depth, s, s_stride, c, soon, step);
+    else if constexpr (ROWS > 1)
+        tile_of<Weight, ROWS - 1, COLUMNS>(rows, x, x_stride, w, depth, s, s_stride, c, soon, step);
 }
 
-// Tiles of about as many rows each; a narrow third of the lines meets all of them before the next third.
+// Tiles of about as many rows each; a narrow third of the lines meets all of them before the next third. Each tile
+// prefetches its part of what is next: memory would be idle during all but the first.
 template <class Weight>
 void stream(i64 rows, const char *x, i64 x_stride, const char *w, i64 depth, const float *s, i64 s_stride, float *c,
             const char *soon) {
     constexpr int COLUMNS = HAS_WIDE_REGISTERS ? VECTORS : 1;
     if (rows <= WIDE_ROWS)
-        return tile_of<Weight, WIDE_ROWS, VECTORS>(rows, x, x_stride, w, depth, s, s_stride, c, soon);
+        return tile_of<Weight, WIDE_ROWS, VECTORS>(rows, x, x_stride, w, depth, s, s_stride, c, soon, Weight::LINE);
     i64 tiles = (rows + MOST_ROWS - 1) / MOST_ROWS, few = rows / tiles, num_longer = rows % tiles;
-    for (int v = 0; v < VECTORS; v += COLUMNS, w += COLUMNS * Weight::VECTOR, soon += depth * COLUMNS * Weight::VECTOR)
-        for (i64 i = 0, row = 0, count; i < tiles; i++, row += count) {
+    i64 step = (COLUMNS * Weight::VECTOR + tiles - 1) / tiles;
+    for (int v = 0; v < VECTORS; v += COLUMNS, w += COLUMNS * Weight::VECTOR)
+        for (i64 i = 0, row = 0, count; i < tiles; i++, row += count, soon += depth * step) {
             count = few + (i < num_longer);
             tile_of<Weight, MOST_ROWS, COLUMNS>(count, x + row * x_stride, x_stride, w, depth,
                                                 s + row * s_stride + v * LANES, s_stride, c + row * PANEL + v * LANES,
-                                                soon);
+                                                soon, step);
         }
 }
 

@@ -8,7 +8,7 @@
 //
 // The instruction for four products and their sum takes codes unsigned. Those that count from below zero come so much
 // higher, and sums start from what that adds, which is known when a row is quantised. Without that instruction there is
-// one for two products and their sum, as words. Sums of codes of four bits stay words for a piece.
+// one for two products and their sum, as words. Sums of codes of four bits stay words for a piece, of six for two quads.
 #include "records.h"
 
 namespace {
@@ -78,17 +78,19 @@ __attribute__((noinline)) void tile(const PanelProduct &work, const Group *group
     const RecordLayout layout = work.layout;
     const Records records = work.records;
     const bool has_offsets = records.offset != NO_OFFSET, ARE_WORDS = Codes::BITS == 4 && !HAS_BYTE_PRODUCTS;
+    const int TOGETHER = Codes::BITS == 6 && !HAS_BYTE_PRODUCTS ? 2 : 1;  // quads whose sums stay words
     const i64 stride = work.num_groups, depth = stride * GROUP, half_bytes = layout.step * HALF / 8;
     const char *record = work.panel;
     const float *numbers = HAS_SCALES ? work.scales + lane : 0;
-    F totals[ROWS][COLUMNS];  // with HAS_SCALES; else they stay in `out`, as registers have scales and offsets
+    const bool KEEPS_TOTALS = HAS_SCALES && HAS_WIDE_REGISTERS;
+    F totals[ROWS][COLUMNS];  // with KEEPS_TOTALS; else they stay in `out`, for want of registers
     auto place = [&](int r, int v) INLINED { return out + r * PANEL + lane + v * LANES; };
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 3
         for (int v = 0; v < COLUMNS; v++) {
             totals[r][v] = load(work.bias + lane + v * LANES);
-            if (!HAS_SCALES) store(place(r, v), totals[r][v]);
+            if (!KEEPS_TOTALS) store(place(r, v), totals[r][v]);
         }
     for (i64 k = 0; k < depth;) {
         const i64 end = smaller(k + layout.inputs, depth);
@@ -102,9 +104,9 @@ __attribute__((noinline)) void tile(const PanelProduct &work, const Group *group
                     if (ROWS < MOST_ROWS) prefetch(next);
                     else prefetch_second_level(next);
                 }
-                const i64 g = k / GROUP, first = PIECE == GROUP ? 0 : k % GROUP;
+                const i64 first = PIECE == GROUP ? 0 : k % GROUP;
                 auto minus_sum = [&](int r) INLINED {
-                    const Group &group = groups[r * stride + g];
+                    const Group &group = groups[r * stride];
                     return PIECE == GROUP ? group.minus_sum : group.minus_half[first / HALF];
                 };
                 auto start = [&](int r) INLINED {
@@ -116,34 +118,43 @@ __attribute__((noinline)) void tile(const PanelProduct &work, const Group *group
 #pragma GCC unroll 3
                     for (int v = 0; v < COLUMNS; v++) dots[r][v] = ARE_WORDS ? splat(0) : start(r);
 #pragma GCC unroll 8
-                for (int quad = 0; quad < PIECE / 4; quad++) {
+                for (int quad = 0; quad < PIECE / 4; quad += TOGETHER) {
                     const char *from = half + quad / QUADS_OF_HALF * half_bytes;
-                    I codes[COLUMNS];
+                    I codes[TOGETHER][COLUMNS];
+#pragma GCC unroll 2
+                    for (int i = 0; i < TOGETHER; i++)
 #pragma GCC unroll 3
-                    for (int v = 0; v < COLUMNS; v++)
-                        codes[v] = Codes::read(from + v * CACHE_LINE, quad % QUADS_OF_HALF);
+                        for (int v = 0; v < COLUMNS; v++)
+                            codes[i][v] = Codes::read(from + v * CACHE_LINE, quad % QUADS_OF_HALF + i);
 #pragma GCC unroll 4
                     for (int r = 0; r < ROWS; r++) {
-                        const Group &group = groups[r * stride + g];
+                        const Group &group = groups[r * stride];
                         I small = splat_at(group.numbers + first + quad * 4);
                         Quad inputs = quad_of(group, first + quad * 4);
 #pragma GCC unroll 3
-                        for (int v = 0; v < COLUMNS; v++)
-                            dots[r][v] = ARE_WORDS         ? add_as_words(dots[r][v], codes[v], small)
-                                         : Codes::BITS < 8 ? dot_small_bytes(dots[r][v], codes[v], small)
-                                                           : dot_bytes(dots[r][v], codes[v], inputs);
+                        for (int v = 0; v < COLUMNS; v++) {
+                            I &dot = dots[r][v], code = codes[0][v];
+                            if (ARE_WORDS) dot = add_as_words(dot, code, small);
+                            else if (Codes::BITS == 8) dot = dot_bytes(dot, code, inputs);
+                            else if (TOGETHER == 1) dot = dot_small_bytes(dot, code, small);
+                            else {
+                                I words = add_as_words(splat(0), code, small),
+                                  others = splat_at(group.numbers + first + quad * 4 + 4);
+                                dot = dot + sums_of_words(add_as_words(words, codes[TOGETHER - 1][v], others));
+                            }
+                        }
                     }
                 }
                 half += PIECE / HALF * half_bytes;
 #pragma GCC unroll 4
                 for (int r = 0; r < ROWS; r++) {
-                    if (!HAS_SCALES) in_order();  // totals of all rows at once would need registers that sums have
-                    const Group &group = groups[r * stride + g];
+                    if (!KEEPS_TOTALS) in_order();  // totals of all rows at once would need registers that sums have
+                    const Group &group = groups[r * stride];
                     F step = splat_at(&group.scale);
 #pragma GCC unroll 3
                     for (int v = 0; v < COLUMNS; v++) {
                         F scale = HAS_SCALES ? load(numbers + v * LANES) : scales[v];
-                        F total = HAS_SCALES ? totals[r][v] : load(place(r, v));
+                        F total = KEEPS_TOTALS ? totals[r][v] : load(place(r, v));
                         I sums = ARE_WORDS ? sums_of_words(dots[r][v]) + start(r) : dots[r][v];
                         total = fma(to_float(sums) * scale, step, total);
                         if (has_offsets) {
@@ -151,15 +162,16 @@ __attribute__((noinline)) void tile(const PanelProduct &work, const Group *group
                             F of_row = PIECE == GROUP ? splat_at(&group.sum) : splat(group.scale * -(float)minus_sum(r));
                             total = fma(offset, of_row, total);
                         }
-                        if (HAS_SCALES) totals[r][v] = total;
+                        if (KEEPS_TOTALS) totals[r][v] = total;
                         else store(place(r, v), total);
                     }
                 }
+                if (PIECE == GROUP || first) groups++;
             }
         }
         record = half - lane * 4;
     }
-    if (!HAS_SCALES) return;
+    if (!KEEPS_TOTALS) return;
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 3
@@ -168,7 +180,7 @@ __attribute__((noinline)) void tile(const PanelProduct &work, const Group *group
 
 template <class Codes, int PIECE, int COLUMNS, int ROWS>
 void tile_of(i64 rows, const PanelProduct &work, const Group *groups, i64 lane, float *totals, const char *next, i64 lines) {
-    const bool MAY_HAVE_SCALES = HAS_WIDE_REGISTERS && ROWS == MOST_ROWS;
+    const bool MAY_HAVE_SCALES = ROWS == MOST_ROWS;
     if (rows == ROWS && MAY_HAVE_SCALES && work.scales)
         tile<Codes, PIECE, ROWS, COLUMNS, MAY_HAVE_SCALES>(work, groups, lane, totals, next, lines);
     else if (rows == ROWS) tile<Codes, PIECE, ROWS, COLUMNS, false>(work, groups, lane, totals, next, lines);
@@ -179,25 +191,27 @@ void tile_of(i64 rows, const PanelProduct &work, const Group *groups, i64 lane, 
 template <class Codes, int PIECE>
 void multiply_panel(const PanelProduct &work, const Group *groups, i64 rows, float *out, i64 out_stride, const char *next) {
     i64 bytes = work.layout.panel_bytes(work.num_groups * GROUP), pieces = work.num_groups * (GROUP / PIECE);
-    i64 tiles = larger(rows / MOST_ROWS, 1);
+    i64 tiles = rows < MOST_ROWS ? 1 : rows / MOST_ROWS * (HAS_WIDE_REGISTERS ? 1 : VECTORS);
     if (rows < MOST_ROWS) next = work.panel + SOON_BYTES;
     i64 lines = next && pieces ? (bytes / CACHE_LINE + tiles * pieces - 1) / (tiles * pieces) : 0;
+    i64 step = pieces * lines * CACHE_LINE;
     const char *end = next + bytes;
+    auto lines_at = [&](const char *place) { return place < end ? lines : 0; };
     alignas(CACHE_LINE) float totals[MOST_ROWS * PANEL];
     for (i64 row = 0, count = MOST_ROWS; row < rows; row += count) {
         while (count > rows - row) count /= 2;
-        i64 some = next < end ? lines : 0;
         const Group *from = groups + row * work.num_groups;
         if (HAS_WIDE_REGISTERS) {
-            tile_of<Codes, PIECE, VECTORS, MOST_ROWS>(count, work, from, 0, totals, next, some);
+            tile_of<Codes, PIECE, VECTORS, MOST_ROWS>(count, work, from, 0, totals, next, lines_at(next));
+            next += step;
         } else if (count <= NARROW_ROWS) {
-            tile_of<Codes, PIECE, VECTORS, NARROW_ROWS>(count, work, from, 0, totals, next, some);
+            tile_of<Codes, PIECE, VECTORS, NARROW_ROWS>(count, work, from, 0, totals, next, lines_at(next));
+            next += step;
         } else {
-            for (i64 lane = 0; lane < PANEL; lane += LANES)
-                tile_of<Codes, PIECE, 1, MOST_ROWS>(count, work, from, lane, totals, next, lane ? 0 : some);
+            for (i64 lane = 0; lane < PANEL; lane += LANES, next += step)
+                tile_of<Codes, PIECE, 1, MOST_ROWS>(count, work, from, lane, totals, next, lines_at(next));
         }
         for (i64 r = 0; r < count; r++) memcpy(out + (row + r) * out_stride, totals + r * PANEL, sizeof(float) * PANEL);
-        next += pieces * some * CACHE_LINE;
     }
 }
 
@@ -221,7 +235,7 @@ void multiply_rounded_records(const Product &product, const Group *groups, i64 r
     i64 stride = is_whole ? out_stride : (i64)PANEL;
     const char *next = has_next ? weight + layout.panel_bytes(num_groups * GROUP) : 0;
     i64 depth = num_groups * GROUP, of_weight = (depth + layout.group - 1) / layout.group;
-    bool has_scales = HAS_WIDE_REGISTERS && rows >= MANY_ROWS;
+    bool has_scales = rows >= MANY_ROWS;
     float *scales = has_scales ? (float *)scratch(OF_ITEM, of_weight * OF_GROUP * 4) : 0;
     if (scales) read_scales(records, layout, weight, depth, scales);
     PanelProduct work = {records, layout, weight, scales, num_groups, bias};

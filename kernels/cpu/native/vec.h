@@ -58,7 +58,6 @@ INLINE I rounded_to_bfloat16(F x) {
     I bits = bits_of(where_nan(x, splat(__builtin_nanf("")), x));
     return shift_right<16>(bits + splat(0x7fff) + (shift_right<16>(bits) & splat(1)));
 }
-INLINE F load(const Bfloat16 *p) { return float_of(shift_left<16>(widen(p))); }
 INLINE void store(Bfloat16 *p, F x) { narrow(p, rounded_to_bfloat16(x)); }
 
 // The first `count` of 16 numbers, and zeros; nothing behind them is read or written.

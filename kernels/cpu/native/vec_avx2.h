@@ -12,6 +12,13 @@ struct I {
 };
 
 INLINE F load(const float *p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+INLINE __m256 load_eight(const Bfloat16 *p) {  // the upper halves of float32
+    const __m256i places = _mm256_setr_epi8(-1, -1, 0, 1, -1, -1, 2, 3, -1, -1, 4, 5, -1, -1, 6, 7,  //
+                                            -1, -1, 8, 9, -1, -1, 10, 11, -1, -1, 12, 13, -1, -1, 14, 15);
+    __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p));
+    return _mm256_castsi256_ps(_mm256_shuffle_epi8(twice, places));
+}
+INLINE F load(const Bfloat16 *p) { return {load_eight(p), load_eight(p + 8)}; }
 INLINE F load(const Float16 *p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
             _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p + 1))};

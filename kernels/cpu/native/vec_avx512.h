@@ -83,6 +83,7 @@ INLINE F where_within(I x, I start, I end, F then, F otherwise) {  // start <= x
 
 INLINE I bits_of(F x) { return {_mm512_castps_si512(x.v)}; }
 INLINE F float_of(I x) { return {_mm512_castsi512_ps(x.v)}; }
+INLINE F load(const Bfloat16 *p) { return float_of(shift_left<16>(widen(p))); }
 INLINE I to_int(F x) { return {_mm512_cvttps_epi32(x.v)}; }  // of whole numbers
 INLINE F to_float(I x) { return {_mm512_cvtepi32_ps(x.v)}; }
 

@@ -143,6 +143,7 @@ INLINE F where_within(I x, I start, I end, F then, F otherwise) {  // start <= x
 
 INLINE I bits_of(F x) { return {(Ints)x.v}; }
 INLINE F float_of(I x) { return {(Floats)x.v}; }
+INLINE F load(const Bfloat16 *p) { return float_of(shift_left<16>(widen(p))); }
 static I to_int(F x) {  // of whole numbers; of what none is, as x86 does
     I y;
     for (int i = 0; i < LANES; i++)
