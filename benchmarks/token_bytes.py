@@ -15,6 +15,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from octavo.shared import log
 from worker_svc.models.checkpoint.gguf_folder import model_folder
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder import Decoder
@@ -54,6 +55,7 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("options", nargs="*", metavar="NAME=VALUE", help="dtype, quantization; others change nothing")
     arguments = parser.parse_args()
+    log.configure()  # to stderr: what is written of a quantised model is told when that is done
     options = dict(option.split("=", 1) for option in arguments.options)
     with model_folder(arguments.model) as folder:
         config = ModelConfig.from_folder(
