@@ -3,10 +3,11 @@
 //     w = fl(scale code + offset)     or     w = fl(scale code)
 //
 // where the product is exact if there is an offset. A code of four bits becomes float32 by looking up a table that a
-// register holds, one of eight is widened and converted; then a fused multiply-add, or a product, gives the very bits
-// of the weight. Rows are multiplied by these numbers where they are made. Where there are more rows than a tile has,
-// the first of them write the numbers of a piece of the panel out, and the others stream it, which gives the same sums:
-// they run over the inputs in order in both.
+// register holds, one of eight is widened and converted; where looking up takes more instructions, so is one of four,
+// if it is an integer. Then a fused multiply-add, or a product, gives the very bits of the weight. Rows are multiplied
+// by these numbers where they are made. Where there are more rows than a tile has, the first of them write the numbers
+// of a piece of the panel out, and the others stream it, which gives the same sums: they run over the inputs in order in
+// both.
 #include "records.h"
 
 namespace {
@@ -41,6 +42,30 @@ struct FourBits {
         }
     }
 };
+// The same where codes are integers, from LEAST on.
+template <int LEAST>
+struct Nibbles {
+    enum { INPUTS_AT_ONCE = 32 };
+    explicit Nibbles(const Records &) {}
+    template <int INDEX>
+    static INLINED F nibble(I words) {
+        I code = (INDEX ? shift_right<4 * INDEX>(words) : words) & splat(15);
+        return to_float(LEAST ? code + splat(LEAST) : code);
+    }
+    INLINED F read(const char *step, int i, int v) const {
+        I words = load((const int32_t *)(step + v * LANES * 4));
+        switch (i) {
+            case 0: return nibble<0>(words);
+            case 1: return nibble<1>(words);
+            case 2: return nibble<2>(words);
+            case 3: return nibble<3>(words);
+            case 4: return nibble<4>(words);
+            case 5: return nibble<5>(words);
+            case 6: return nibble<6>(words);
+            default: return nibble<7>(words);
+        }
+    }
+};
 struct EightBits {
     enum { INPUTS_AT_ONCE = 16 };
     explicit EightBits(const Records &) {}
@@ -54,6 +79,7 @@ struct E4m3Bits {
 
 // C [ROWS, 48] = S + x . W over `depth` inputs from `first` on. `out`: where W is written, float32 [inputs, 48], or 0.
 template <class Codes, bool HAS_OFFSET, int ROWS, bool WRITES>
+__attribute__((noinline))  // a compiler has too few registers for two of them in one function
 void tile(const Records &records, const RecordLayout &layout, const PanelWork &work, i64 first, i64 depth,
           const float *s, i64 s_stride, float *c, i64 ahead, float *out) {
     const Codes codes(records);
@@ -82,6 +108,7 @@ void tile(const Records &records, const RecordLayout &layout, const PanelWork &w
 #pragma GCC unroll 8
                 for (int r = 0; r < ROWS; r++)
                     sums[r][v] = fma(splat_at((const float *)(x + r * x_stride) + i), weight, sums[r][v]);
+                if (ROWS <= 2) sums[0][v] = in_turn(sums[0][v]);
             };
             // Where registers are few, with those of 16 outputs at a time.
             if constexpr (HAS_WIDE_REGISTERS) {
@@ -137,6 +164,9 @@ void add_few_bits(const Records &records, const PanelWork &work) {
     if (records.codes == CODES_INT8 && has_offset) add_panel<EightBits, true>(records, work);
     else if (records.codes == CODES_INT8) add_panel<EightBits, false>(records, work);
     else if (records.codes == CODES_E4M3) add_panel<E4m3Bits, false>(records, work);
-    else if (has_offset) add_panel<FourBits, true>(records, work);
-    else add_panel<FourBits, false>(records, work);
+    else if (HAS_WIDE_REGISTERS && has_offset) add_panel<FourBits, true>(records, work);
+    else if (HAS_WIDE_REGISTERS || records.codes == CODES_E2M1) add_panel<FourBits, false>(records, work);
+    else if (has_offset) add_panel<Nibbles<0>, true>(records, work);
+    else if (records.codes == CODES_INT4) add_panel<Nibbles<-8>, false>(records, work);
+    else add_panel<Nibbles<0>, false>(records, work);
 }

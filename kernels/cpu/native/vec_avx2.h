@@ -49,9 +49,13 @@ INLINE void narrow(Bfloat16 *p, I x) {  // of numbers below 2^16
                                              0xd8);
     _mm256_storeu_si256((__m256i *)p, words);
 }
-INLINE I widen(const int8_t *p) {
-    __m128i x = _mm_loadu_si128((const __m128i *)p);
-    return {_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128(x, 8))};
+INLINE I widen(const int8_t *p) {  // by way of the highest byte of each lane
+    const __m256i low = _mm256_setr_epi32(0x00ffffff, 0x01ffffff, 0x02ffffff, 0x03ffffff,  //
+                                          0x04ffffff, 0x05ffffff, 0x06ffffff, 0x07ffffff);
+    const __m256i eight = _mm256_set1_epi32(0x08000000);
+    __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p));
+    return {_mm256_srai_epi32(_mm256_shuffle_epi8(twice, low), 24),
+            _mm256_srai_epi32(_mm256_shuffle_epi8(twice, _mm256_add_epi32(low, eight)), 24)};
 }
 
 // The lowest byte of each lane; of eight in a row first those of even number, then those of odd.
@@ -70,6 +74,17 @@ INLINE I splat_at(const int8_t *p) {
     int32_t x;
     memcpy(&x, p, 4);
     return splat(x);
+}
+
+// A compiler computes what these need before them, and the rest after: else it makes many products first, for which
+// there are no registers.
+INLINE __m256i in_turn(__m256i sums) {
+    asm("" : "+x"(sums));
+    return sums;
+}
+INLINE F in_turn(F sums) {
+    asm volatile("" : "+x"(sums.a), "+x"(sums.b));
+    return sums;
 }
 
 INLINE F operator+(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
@@ -174,10 +189,6 @@ struct Quad {  // as words: the first and the third input, and the others
 };
 INLINE Quad quad_at(const int8_t *, const int16_t *words) {
     return {splat_at((const int8_t *)words), splat_at((const int8_t *)(words + 2))};
-}
-INLINE __m256i in_turn(__m256i sums) {  // else a compiler makes many products first, for which there are no registers
-    asm("" : "+x"(sums));
-    return sums;
 }
 INLINE __m256i dot_small_bytes(__m256i sums, __m256i weights, __m256i inputs) {  // two products fit a word
     __m256i pairs = _mm256_maddubs_epi16(weights, inputs);
