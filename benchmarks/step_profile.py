@@ -38,6 +38,7 @@ from octavo.serving.plan import waiting_threads
 from octavo.shared.cores import available_cores
 from worker_svc.cache.cache_engine import CacheEngine
 from worker_svc.models.attention import AttentionMetadata
+from worker_svc.models.checkpoint.gguf_folder import model_folder
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.fused_layers import FusedLayers
@@ -150,9 +151,9 @@ def _attention_costs(
     return num_bytes, 4 * num_keys * query.shape[1] * head_size
 
 
-def profile(model_name: str, type_: str, num_sequences: int, seq_len: int, num_passes: int) -> Profiler:
+def profile(folder: Path, type_: str, num_sequences: int, seq_len: int, num_passes: int) -> Profiler:
     """Passes of a decode step, each sequence `seq_len` tokens long with its new one; type: a name of `TYPES`."""
-    profiler, folder, options = Profiler(), resolve_model(model_name), TYPES[type_]
+    profiler, options = Profiler(), TYPES[type_]
     config = ModelConfig.from_folder(folder, options.get("dtype", "auto"), quantization=options.get("quantization", ""))
     with profiler.active():
         model = load_model(folder, config, "cpu")
@@ -268,7 +269,7 @@ def keep(result: dict[str, Any]) -> Path:
 def main() -> int:
     """Prints the operators of a pass beside their limits, as a table or JSON."""
     parser = argparse.ArgumentParser(description="Profiles a decode step, operator by operator, against the limits.")
-    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="name, folder or GGUF file")
     parser.add_argument("--types", nargs="+", choices=tuple(TYPES), default=["float32"], help="of weights")
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 32], help="W1 has 1, W2 up to 32")
@@ -280,10 +281,15 @@ def main() -> int:
     if waiting := waiting_threads():  # OpenMP has read its variables: once more, with those that a worker is given
         command = [sys.executable, "-m", "benchmarks.step_profile", *sys.argv[1:]]
         os.execve(sys.executable, command, os.environ | waiting)
-    facts = machine.describe()
+    facts, model = machine.describe(), resolve_model(arguments.model)
     for type_ in arguments.types:
-        step = step_parts.of_step(resolve_model(arguments.model), TYPES[type_])
+        step = step_parts.of_step(model, TYPES[type_])
         limits = machine_limits.measure(arguments.threads)
+        with model_folder(model) as folder:
+            sequences = {
+                str(count): figures(profile(folder, type_, count, arguments.seq_len, arguments.passes), limits)
+                for count in arguments.sequences
+            }
         result = {
             "date": time.strftime("%Y-%m-%d"),
             "machine": facts,
@@ -292,10 +298,7 @@ def main() -> int:
             "seq_len": arguments.seq_len,
             "limits": dataclasses.asdict(limits),
             "step": step,
-            "sequences": {
-                str(count): figures(profile(arguments.model, type_, count, arguments.seq_len, arguments.passes), limits)
-                for count in arguments.sequences
-            },
+            "sequences": sequences,
         }
         print(json.dumps(result, indent=1) if arguments.json else report(result))
         if arguments.save:
