@@ -220,6 +220,9 @@ def test_a_fork_does_no_harm_and_says_what_it_cannot(folder: Path, tmp_path: Pat
     with started(script, folder) as process:
         said, errors = process.communicate(timeout=WITHIN_S)
     lines = said.splitlines()
+    # A machine with other work may starve a process for a second, which it says then; a lock that a fork took with it
+    # would stop it for good.
+    errors = "".join(line for line in errors.splitlines(True) if "this process was stopped or starved" not in line)
     assert process.returncode == 0 and errors == "", errors
     assert lines[0].startswith("forked: it was made in another process")
     assert [line.partition(": ")[2][:45] for line in lines[1:3]] == [

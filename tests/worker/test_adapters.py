@@ -120,8 +120,9 @@ def test_ranks_and_scales(options: dict[str, Any], folder: Path, tmp_path: Path)
     "options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=["float", "half", "int8"]
 )
 def test_a_row_has_the_same_bits_beside_rows_of_other_adapters_and_none(
-    options: dict[str, Any], folder: Path, tmp_path: Path
+    options: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))  # into which int8 is written
     model, adapters = load(folder, **options)
     for number, rank in enumerate((4, 16, 3)):
         made = make_adapter(tmp_path / str(number), folder, rank=rank, seed=number)
