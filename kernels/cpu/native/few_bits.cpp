@@ -23,47 +23,42 @@ const int8_t TABLES[][LANES] = {
 };
 
 // What the codes of input `i` of a step are, 16 outputs.
+template <class Number>
 struct FourBits {
     enum { INPUTS_AT_ONCE = 32 };  // that share a scale for certain
-    Sixteen table;
+    Number number;
 
-    explicit FourBits(const Records &records) : table(sixteen(TABLES[records.codes])) {}
+    explicit FourBits(const Records &records) : number(records) {}
     INLINED F read(const char *step, int i, int v) const {
         I words = load((const int32_t *)(step + v * LANES * 4));
         switch (i) {
-            case 0: return chosen<0>(words, table);
-            case 1: return chosen<1>(words, table);
-            case 2: return chosen<2>(words, table);
-            case 3: return chosen<3>(words, table);
-            case 4: return chosen<4>(words, table);
-            case 5: return chosen<5>(words, table);
-            case 6: return chosen<6>(words, table);
-            default: return chosen<7>(words, table);
+            case 0: return number.template of<0>(words);
+            case 1: return number.template of<1>(words);
+            case 2: return number.template of<2>(words);
+            case 3: return number.template of<3>(words);
+            case 4: return number.template of<4>(words);
+            case 5: return number.template of<5>(words);
+            case 6: return number.template of<6>(words);
+            default: return number.template of<7>(words);
         }
     }
 };
-// The same where codes are integers, from LEAST on.
-template <int LEAST>
-struct Nibbles {
-    enum { INPUTS_AT_ONCE = 32 };
-    explicit Nibbles(const Records &) {}
+struct FromTable {
+    Sixteen table;
+
+    explicit FromTable(const Records &records) : table(sixteen(TABLES[records.codes])) {}
     template <int INDEX>
-    static INLINED F nibble(I words) {
+    INLINED F of(I words) const {
+        return chosen<INDEX>(words, table);
+    }
+};
+template <int LEAST>
+struct FromInteger {  // from LEAST on
+    explicit FromInteger(const Records &) {}
+    template <int INDEX>
+    INLINED F of(I words) const {
         I code = (INDEX ? shift_right<4 * INDEX>(words) : words) & splat(15);
         return to_float(LEAST ? code + splat(LEAST) : code);
-    }
-    INLINED F read(const char *step, int i, int v) const {
-        I words = load((const int32_t *)(step + v * LANES * 4));
-        switch (i) {
-            case 0: return nibble<0>(words);
-            case 1: return nibble<1>(words);
-            case 2: return nibble<2>(words);
-            case 3: return nibble<3>(words);
-            case 4: return nibble<4>(words);
-            case 5: return nibble<5>(words);
-            case 6: return nibble<6>(words);
-            default: return nibble<7>(words);
-        }
     }
 };
 struct EightBits {
@@ -164,9 +159,9 @@ void add_few_bits(const Records &records, const PanelWork &work) {
     if (records.codes == CODES_INT8 && has_offset) add_panel<EightBits, true>(records, work);
     else if (records.codes == CODES_INT8) add_panel<EightBits, false>(records, work);
     else if (records.codes == CODES_E4M3) add_panel<E4m3Bits, false>(records, work);
-    else if (HAS_WIDE_REGISTERS && has_offset) add_panel<FourBits, true>(records, work);
-    else if (HAS_WIDE_REGISTERS || records.codes == CODES_E2M1) add_panel<FourBits, false>(records, work);
-    else if (has_offset) add_panel<Nibbles<0>, true>(records, work);
-    else if (records.codes == CODES_INT4) add_panel<Nibbles<-8>, false>(records, work);
-    else add_panel<Nibbles<0>, false>(records, work);
+    else if (HAS_WIDE_REGISTERS && has_offset) add_panel<FourBits<FromTable>, true>(records, work);
+    else if (HAS_WIDE_REGISTERS || records.codes == CODES_E2M1) add_panel<FourBits<FromTable>, false>(records, work);
+    else if (has_offset) add_panel<FourBits<FromInteger<0>>, true>(records, work);
+    else if (records.codes == CODES_INT4) add_panel<FourBits<FromInteger<-8>>, false>(records, work);
+    else add_panel<FourBits<FromInteger<0>>, false>(records, work);
 }
