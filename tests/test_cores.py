@@ -84,3 +84,12 @@ def test_workers_divide_the_cores_and_say_so_to_openmp(monkeypatch, num_cores, n
     for worker in workers:
         assert f"--num-threads={threads}" in worker.command
         assert worker.environment["OMP_NUM_THREADS"] == str(threads)
+
+
+@pytest.mark.parametrize(("asked", "told"), [(0, False), (3, True)])
+def test_a_number_of_threads_in_the_environment_is_left_to_workers(monkeypatch, asked, told):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    _, (_, worker) = plan(ServeConfig(), SchedulerConfig(port=0), WorkerConfig(num_threads=asked))
+    assert worker.environment["OMP_NUM_THREADS"] == "1"
+    assert (f"--num-threads={asked}" in worker.command) == told
+    assert any("--num-threads" in argument for argument in worker.command) == told

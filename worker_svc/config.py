@@ -44,7 +44,7 @@ class WorkerConfig:
     )
     quantization: str = option(
         "none",
-        "on CPUs rows of 8 bits, weights of 8, 4 (by 32 or 128 inputs) or a file's own few; on GPUs fp8",
+        "int8, int4 and int4-128 are for CPUs and round activations to 8 bits, fp8 is for GPUs",
         group=COMMON,
         choices=("none", "int8", "int4", "int4-128", "fp8"),
     )
@@ -124,7 +124,7 @@ class WorkerConfig:
         0, "threads that compute, of each rank; 0: OMP_NUM_THREADS, or one for each core", group=COMPUTE
     )
     batch_invariant: bool = option(
-        False, "logits do not depend on the batch, bit for bit, on a GPU too (on a CPU they never do)", group=COMPUTE
+        False, "logits do not depend on the batch, bit for bit, on a GPU too; refuses models that transformers computes", group=COMPUTE
     )
     enforce_eager: bool = option(False, "launch every step kernel by kernel, without CUDA graphs", group=COMPUTE)
     tensor_parallel_size: int = option(

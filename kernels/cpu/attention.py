@@ -48,8 +48,10 @@ def paged_attention(
         starts, tables = len(query_starts), len(block_tables)
         raise ValueError(f"{starts} query starts or {tables} block tables do not fit {len(seq_lens)} sequences")
     for name, numbers in (("slopes", alibi_slopes), ("sinks", sinks)):
-        if numbers is not None and (numbers.dtype != torch.float32 or numbers.shape != (num_heads,)):
-            raise ValueError(f"{name} {tuple(numbers.shape)} of {numbers.dtype} are not {num_heads} float32")
+        if numbers is None:
+            continue
+        if numbers.dtype != torch.float32 or numbers.shape != (num_heads,) or not numbers.is_contiguous():
+            raise ValueError(f"{name} {tuple(numbers.shape)} of {numbers.dtype} are not {num_heads} float32 in a row")
     passed = _ATTENTION.pack(
         element_of(out, query),
         out.data_ptr(),

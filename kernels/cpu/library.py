@@ -60,6 +60,7 @@ _DECLARED = {
     "octavo_count_phases": (_I64, [_PLACE, *[_I64] * 5]),
     "octavo_read_memory": (_FLOAT, [_PLACE, _I64, _I64, _I64]),
     "octavo_multiply_add": (_I64, [_I64, _I64, _I64]),
+    "octavo_multiplies_pairs": (_I64, []),
 }
 _log = logging.getLogger(__name__)
 
@@ -76,7 +77,6 @@ class Library:
 
     def __init__(self, level: str) -> None:
         self.level = level
-        self.has_pairs = build.LEVELS[level].has_pairs
         path = _path_of(level)
         try:
             loaded = ctypes.CDLL(str(path))
@@ -90,6 +90,7 @@ class Library:
             function = getattr(loaded, name)
             function.restype, function.argtypes = result, arguments
             setattr(self, name.removeprefix("octavo_"), function)
+        self.has_pairs = bool(self.multiplies_pairs())  # of the file, which need not be of this level where it is named
         _check_tiles(self.begin_tiles())
 
     def __getattr__(self, name: str) -> Any:

@@ -76,7 +76,9 @@ def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -
     taken = [port, serve.http_port, scheduler.metrics_port, scheduler.control_port]
     ports = free_ports(serve.workers, besides=taken)
     num_ranks = worker.num_ranks
-    threads = worker.num_threads or max(1, available_cores() // (serve.workers * num_ranks))
+    threads = worker.num_threads
+    if not threads and "OMP_NUM_THREADS" not in os.environ:  # which a worker obeys that is told no number
+        threads = max(1, available_cores() // (serve.workers * num_ranks))
     worker = dataclasses.replace(worker, num_threads=threads, memory_share=worker.memory_share / serve.workers)
     scheduler = dataclasses.replace(
         scheduler,

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 from octavo.shared.options import environment_without_options
 from octavo.shared.processes.end_with_parent import ends_with_parent
@@ -87,7 +88,8 @@ class KillableProcess:
     async def kill(self) -> None:
         """Returns when it has ended; whoever waits for an answer gets none."""
         if not self.has_ended:  # else its number may be another's
-            os.kill(self.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it was about to end, and a thread of asyncio's has been told since
+                os.kill(self.pid, signal.SIGKILL)
         while await self._stdout.read(READ_BYTES):
             pass  # asyncio says that it has ended once all that it wrote is read, and reads no more than somebody wants
         await self._ended

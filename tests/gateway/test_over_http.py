@@ -142,8 +142,10 @@ def test_an_echo_of_token_ids_is_their_text(fake: Any, shared: Gateway) -> None:
 def test_health_follows_the_scheduler(server: FakeServer, shared: Gateway) -> None:
     assert shared.ask("GET", "/health")[0] == 200
     server.set_ready(False)
-    assert shared.ask("GET", "/health")[0] == 503
-    server.set_ready(True)
+    try:
+        assert shared.ask("GET", "/health")[0] == 503
+    finally:
+        server.set_ready(True)
 
 
 @pytest.mark.parametrize("service", ["octavo.v1.Inference", ""])
@@ -153,8 +155,10 @@ def test_octavo_health_asks_a_gateway_too(
     asked = ["health", shared.url, "--service", service]
     assert main(asked) == 0 and capsys.readouterr().out == f"{shared.url}: SERVING\n"
     server.set_ready(False)
-    assert main(asked) == (1 if service else 0), "whether it is alive does not hang on the scheduler"
-    server.set_ready(True)
+    try:
+        assert main(asked) == (1 if service else 0), "whether it is alive does not hang on the scheduler"
+    finally:
+        server.set_ready(True)
     assert main(["health", "http://127.0.0.1:1"]) == 3
 
 
@@ -195,9 +199,11 @@ def test_a_whole_answer_survives_it_too(fake: Any, shared: Gateway) -> None:
 def test_a_scheduler_that_comes_late_is_waited_for() -> None:
     with FakeServer() as there:
         port = there.port
-    with gateway(f"127.0.0.1:{port}") as early, ThreadPoolExecutor(1) as pool:
+    has_tried = threading.Event()
+    policy = RetryPolicy(window_s=15.0, first_delay_s=0.01, on_wait=lambda _: has_tried.set())
+    with gateway(f"127.0.0.1:{port}", policy) as early, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(early.post, COMPLETIONS, GREEDY)
-        time.sleep(0.1)
+        assert has_tried.wait(15)
         with FakeServer(port):
             assert answer.result(15)[1]["choices"][0]["text"] == text()
 
@@ -481,7 +487,8 @@ def test_requests_over_one_connection_are_answered_in_turn(fake: Any, shared: Ga
         line.sendall(b"".join(request({**GREEDY, "seed": seed}) for seed in range(5)))
         answers = b""
         while answers.count(b"total_tokens") < 5:
-            answers += line.recv(65_536)
+            answers += (more := line.recv(65_536))
+            assert more, answers
     bodies = [json.loads(part.partition(b"\r\n\r\n")[2]) for part in answers.split(b"HTTP/1.1 ")[1:]]
     assert [body["choices"][0]["text"] for body in bodies] == [text(seed) for seed in range(5)]
 
@@ -526,18 +533,20 @@ def test_a_thousand_idle_connections_and_one_request(fake: Any, shared: Gateway)
             line.close()
 
 
-def test_a_request_that_does_not_come_is_not_waited_for(server: FakeServer) -> None:
+def test_a_request_that_does_not_come_is_not_waited_for(fake: Any, server: FakeServer) -> None:
     with gateway(server.address, read_timeout=0.2) as running:
         for begun in (b"", b"POST /v1/completions HTTP/1.1\r\nhost", request(GREEDY)[:-5]):
             with running.connect() as line:
                 line.sendall(begun)
                 assert line.recv(100) == b""
+        fake.token_delay_s = 0.1
         with running.connect() as line:  # nor is the time counted in which it is answered, or nothing is asked
             for _ in range(2):
                 line.sendall(request(GREEDY))
                 answer = b""
                 while b"total_tokens" not in answer:
-                    answer += line.recv(65_536)
+                    answer += (more := line.recv(65_536))
+                    assert more, answer
                 assert answer.startswith(b"HTTP/1.1 200")
                 time.sleep(0.3)
 

@@ -69,7 +69,8 @@ class FakeControl(pb_grpc.ControlServicer):
 
 
 class FakeInference(pb_grpc.InferenceServicer):
-    """`losses`: for each attempt that is to be lost, after how many tokens, and with which status."""
+    """`losses`: for each attempt that is to be lost, after how many tokens, and with which status. `cancelled` is set
+    when a caller leaves a call before its answer has ended."""
 
     def __init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []
@@ -84,9 +85,19 @@ class FakeInference(pb_grpc.InferenceServicer):
         self.cancelled = threading.Event()
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        is_answered, cancelled = False, self.cancelled  # a later test has another event
+
+        def end() -> None:
+            if not is_answered and not context.code():  # which nobody set
+                cancelled.set()
+
+        context.add_callback(end)
+        yield from self._answer(request, context)
+        is_answered = True
+
+    def _answer(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
-        context.add_callback(lambda: None if context.code() else self.cancelled.set())
         if self.refusal:
             code, message, trailing = self.refusal
             context.set_trailing_metadata(trailing)

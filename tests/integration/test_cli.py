@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ import pytest
 
 from octavo.cli import COMMANDS, main
 from octavo.commands import completion
+from octavo.commands.flags import connection
+from octavo.retrying import Waiting
 from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
 from tests.integration.fake_inference import FakeServer, expected_tokens, text_of
@@ -196,14 +198,22 @@ def test_beams_come_with_their_scores_and_are_greedy_by_default(
 
 
 def test_generate_streams_as_tokens_come(server: FakeServer) -> None:
-    server.inference.token_delay_s = 0.05
-    with octavo("generate", "Once", "--address", server.address, "--max-tokens", "40", "--seed", "1") as process:
+    is_read = threading.Event()
+
+    def answer(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        yield pb.GenerateResponse(admission=pb.Admission(num_prompt_tokens=1))
+        yield pb.GenerateResponse(outputs=[pb.OutputDelta(text="first ")])
+        assert is_read.wait(60)
+        yield pb.GenerateResponse(outputs=[pb.OutputDelta(text="second", finish_reason=pb.FINISH_REASON_LENGTH)])
+        yield pb.GenerateResponse(usage=pb.Usage(prompt_tokens=1))
+
+    server.inference.answer = answer
+    with octavo("generate", "Once", "--address", server.address) as process:
         assert process.stdout is not None
-        times = []
-        while os.read(process.stdout.fileno(), 4096):
-            times.append(time.monotonic())
+        assert os.read(process.stdout.fileno(), 4096) == b"first "
+        is_read.set()
+        assert process.stdout.read() == "second\n"
     assert process.returncode == 0
-    assert len(times) > 10 and times[-1] - times[0] > 1
 
 
 def test_generate_as_chat_and_through_a_pipe(server: FakeServer) -> None:
@@ -355,21 +365,20 @@ def test_a_lost_server_is_waited_for(server: FakeServer, capsys: pytest.CaptureF
     assert capsys.readouterr().out.strip() == text_of(expected_tokens(3, 0, 5)).strip()
 
 
-def test_a_server_that_is_not_there_yet_is_waited_for_when_told(capsys: pytest.CaptureFixture[str]) -> None:
-    port, late = free_port(), []
+def test_a_server_that_is_not_there_yet_is_waited_for_when_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port, tell = free_port(), connection._tell
+    with ExitStack() as stack:
 
-    def come() -> None:
-        late.append(FakeServer(port))
-        late[0].__enter__()
+        def tell_and_come(waiting: Waiting) -> None:
+            tell(waiting)
+            if waiting.is_first:
+                stack.enter_context(FakeServer(port))
 
-    timer = threading.Timer(0.5, come)
-    timer.start()
-    address = ["--address", f"127.0.0.1:{port}"]
-    try:
+        monkeypatch.setattr(connection, "_tell", tell_and_come)
+        address = ["--address", f"127.0.0.1:{port}"]
         assert main(["generate", "hi", "--max-tokens", "3", "--retry-window", "30", *address]) == 0
-    finally:
-        timer.join()
-        late[0].stop()
     assert "(waiting for the server, for up to 30 s: UNAVAILABLE" in capsys.readouterr().err
 
 

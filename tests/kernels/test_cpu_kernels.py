@@ -99,6 +99,14 @@ def test_a_sink_takes_its_share_of_every_rows_weights() -> None:
     check_attention(PagedCase([1, 12], [90, 40]), sinks=sinks, sliding_window=17)
 
 
+@pytest.mark.parametrize("name", ["alibi_slopes", "sinks"])
+def test_numbers_of_heads_that_do_not_lie_in_a_row_are_refused(name: str) -> None:
+    case = PagedCase([1], [9])
+    options = case.options | {name: torch.ones(12)[::2]}
+    with pytest.raises(ValueError, match="are not 6 float32 in a row"):
+        paged_attention(torch.empty_like(case.query), *case.arguments, **options)
+
+
 def test_scores_so_large_that_a_softmax_without_maximum_overflows() -> None:
     case = PagedCase([1, 20], [150, 60])
     case.query *= 200

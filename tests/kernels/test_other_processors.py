@@ -90,6 +90,18 @@ def test_another_level_than_the_best_is_chosen_by_name() -> None:
     assert run("avx2", code).strip() == "avx2 False"
 
 
+def test_a_library_that_is_named_says_itself_what_it_multiplies() -> None:
+    """One of a lower level than the processor's best, as `make sanitize` may compile."""
+    code = (
+        "import os; from kernels.cpu import library; os.environ['KERNELS_CPU_LIBRARY'] = str(library._path_of('avx2'));"
+        "print(library.library().has_pairs)"
+    )
+    if PROFILES["avx2"].lacking():
+        pytest.skip("this processor has no AVX2")
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert ended.stdout.strip() == "False", ended.stderr
+
+
 def test_a_level_that_this_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNELS_CPU_LEVEL", "avx9000")
     with pytest.raises(ValueError, match=r"this processor has plain.*, not avx9000"):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -171,7 +172,7 @@ class Echo:
 
     calls: OpenCalls
     received: list[bytes] = field(default_factory=list)
-    port: int = 0
+    address: str = ""
     refuses: bool = False
 
     async def echo(self, data: bytes, context: Any) -> bytes:
@@ -184,33 +185,35 @@ class Echo:
         async for data in requests:
             yield data
 
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
     async def ask(self, data: bytes = b"hi", *, waits: bool = False) -> bytes:
         async with grpc.aio.insecure_channel(self.address) as channel:
             answer: bytes = await channel.unary_unary(METHOD)(data, timeout=5, wait_for_ready=waits)
             return answer
 
 
+@asynccontextmanager
+async def served(server: grpc.aio.Server, **behaviors: Any) -> AsyncIterator[str]:
+    """The address of a server of these calls, by their names in `test.Echo`; `Stream` is one of streams."""
+    handlers = {
+        name: (grpc.stream_stream_rpc_method_handler if name == "Stream" else grpc.unary_unary_rpc_method_handler)(one)
+        for name, one in behaviors.items()
+    }
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Echo", handlers)])
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        yield address
+    finally:
+        await server.stop(None)
+
+
 @pytest.fixture
 async def server() -> AsyncIterator[Echo]:
     it = Echo(OpenCalls(max_calls=100))
-    guard = RequestGuard(it.calls, read_timeout_s=1.0)
-    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(guard,))
-    handlers = {
-        "Echo": grpc.unary_unary_rpc_method_handler(it.echo),
-        "Stream": grpc.stream_stream_rpc_method_handler(it.echo_all),
-    }
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Echo", handlers)])
-    it.port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield it
-    await server.stop(None)
-    async with asyncio.timeout(5):  # who was in the middle of a call is told so in a turn of its own
-        while it.calls._num_open:
-            await asyncio.sleep(0.01)
+    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(RequestGuard(it.calls, read_timeout_s=1.0),))
+    async with served(server, Echo=it.echo, Stream=it.echo_all) as it.address:
+        yield it
+    await _until(lambda: not it.calls._num_open)  # who was in the middle of a call is told so in a turn of its own
 
 
 def _send(connection: socket.socket, data: bytes) -> bool:
@@ -286,21 +289,38 @@ def _is_closed(connection: socket.socket) -> bool:
         connection.settimeout(http2.TIMEOUT_S)
 
 
-async def test_calls_without_their_message_are_refused_beyond_a_number_and_ended_after_a_time(server: Echo) -> None:
+async def test_calls_without_their_message_are_refused_beyond_a_number() -> None:
+    it = Echo(OpenCalls(max_calls=100))
+    patient = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(RequestGuard(it.calls, read_timeout_s=60.0),))
+    async with served(patient, Echo=it.echo) as address:
+        with http2.connection(address) as connection:
+            await asyncio.to_thread(connection.sendall, _begun(range(1, 150, 2)))
+            await _until(lambda: it.calls._num_open == 75)
+            await asyncio.to_thread(connection.sendall, _begun(range(151, 191, 2)))
+            frames = await asyncio.to_thread(_frames_until, connection, lambda kinds: kinds.count(http2.HEADERS) == 20)
+            assert frames.count(http2.HEADERS) == 20, "one for each that was refused"
+            assert it.calls._num_open == 75
+            async with grpc.aio.insecure_channel(address) as beside:  # from another host
+                assert await beside.unary_unary(METHOD)(b"beside", timeout=5) == b"beside"
+
+
+async def test_calls_without_their_message_are_ended_after_a_time(server: Echo) -> None:
     with http2.connection(server.address) as connection:
-        begun = b"".join(http2.call(s, METHOD) + http2.begun_message(s, 9) for s in range(1, 150, 2))
-        await asyncio.to_thread(connection.sendall, begun)
-        async with asyncio.timeout(10):
-            while server.calls._num_open < 75:
-                await asyncio.sleep(0.01)
-        await asyncio.to_thread(connection.sendall, b"".join(http2.call(s, METHOD) for s in range(151, 191, 2)))
-        await asyncio.sleep(0.2)
-        assert server.calls._num_open == 75
-        assert await server.ask(b"beside") == b"beside"  # from another host
-        async with asyncio.timeout(10):
-            while server.calls._num_open:
-                await asyncio.sleep(0.01)
+        await asyncio.to_thread(connection.sendall, _begun([1, 3, 5]))
+        await _until(lambda: server.calls._num_open)
+        await _until(lambda: not server.calls._num_open)
     assert await server.ask() == b"hi" and server.received[-1] == b"hi"
+
+
+def _begun(streams: Iterable[int]) -> bytes:
+    """Calls of which nine bytes of the message are still to come."""
+    return b"".join(http2.call(stream, METHOD) + http2.begun_message(stream, 9) for stream in streams)
+
+
+async def _until(is_so: Callable[[], Any]) -> None:
+    async with asyncio.timeout(10):
+        while not is_so():
+            await asyncio.sleep(0.01)
 
 
 def test_the_largest_request_may_come_slowly() -> None:
@@ -336,12 +356,8 @@ async def test_health_is_watched_for_long_and_gives_way_where_others_need_its_pl
     """By a reverse proxy, say, whose one host has all calls."""
     it = Echo(OpenCalls(max_calls=4))  # of which one host has three
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(RequestGuard(it.calls, read_timeout_s=0.2),))
-    handlers = {"Echo": grpc.unary_unary_rpc_method_handler(it.echo)}
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Echo", handlers)])
     health = add_introspection(server, ["octavo.v1.Inference"])
-    it.port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(it.address) as channel:
+    async with served(server, Echo=it.echo) as it.address, grpc.aio.insecure_channel(it.address) as channel:
         request = health_pb2.HealthCheckRequest(service="octavo.v1.Inference")
         watches = []
         for _ in range(3):
@@ -355,19 +371,25 @@ async def test_health_is_watched_for_long_and_gives_way_where_others_need_its_pl
         await health.set_ready(True)
         for watch in watches:
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-    await server.stop(None)
 
 
-async def test_a_stream_of_questions_ends_when_none_comes(server: Echo) -> None:
-    """Reflection, which would idle for ever; whoever asks in time is answered for as long."""
+async def test_a_stream_of_questions_ends_when_none_comes(server: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reflection, which would idle for ever; whoever asks in time is answered for as long: each message has its own."""
+    begun: list[float] = []
+
+    def counted(seconds: float) -> asyncio.Timeout:
+        begun.append(seconds)
+        return asyncio.timeout(seconds)
+
+    monkeypatch.setattr(request_guard, "asyncio", SimpleNamespace(**vars(asyncio) | {"timeout": counted}))
     async with grpc.aio.insecure_channel(server.address) as channel:
         call = channel.stream_stream("/test.Echo/Stream")()
         for _ in range(4):
             await call.write(b"x")
             assert await call.read() == b"x"
-            await asyncio.sleep(0.4)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await call.read()
+        assert begun == [1.0] * 5
         assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         ended = channel.stream_stream("/test.Echo/Stream")(iter([b"y"]))
         assert [answer async for answer in ended] == [b"y"]
@@ -391,13 +413,10 @@ async def test_what_is_read_on_the_event_loop_is_small_whatever_a_request_may_ha
 
 async def test_a_connection_that_never_speaks_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_server, "HANDSHAKE_TIMEOUT_MS", 300)
-    server = new_server(SchedulerConfig(max_connection_age=0))
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    with http2.plain_connection(address) as silent, http2.connection(address) as speaking:
-        assert http2.GOAWAY in await asyncio.to_thread(_frames_until_its_end, silent)
-        assert not await asyncio.to_thread(_is_closed, speaking)
-    await server.stop(None)
+    async with served(new_server(SchedulerConfig(max_connection_age=0))) as address:
+        with http2.plain_connection(address) as silent, http2.connection(address) as speaking:
+            assert http2.GOAWAY in await asyncio.to_thread(_frames_until, silent, _tells_to_go)
+            assert not await asyncio.to_thread(_is_closed, speaking)
 
 
 async def test_who_is_connected_for_long_is_asked_to_connect_anew_and_open_calls_end_in_peace() -> None:
@@ -408,27 +427,26 @@ async def test_who_is_connected_for_long_is_asked_to_connect_anew_and_open_calls
         await answer.wait()
         return data
 
-    server = new_server(SchedulerConfig(max_connection_age=1.0))
-    handlers = {"Slow": grpc.unary_unary_rpc_method_handler(slow)}
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Echo", handlers)])
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    async with grpc.aio.insecure_channel(address) as channel:
+    server = new_server(SchedulerConfig(max_connection_age=0.2))
+    async with served(server, Slow=slow) as address, grpc.aio.insecure_channel(address) as channel:
         call = channel.unary_unary("/test.Echo/Slow")(b"hi")
         await asked.wait()
         with http2.connection(address) as later:
-            assert http2.GOAWAY in await asyncio.to_thread(_frames_until_its_end, later)
+            assert http2.GOAWAY in await asyncio.to_thread(_frames_until, later, _tells_to_go)
         await asyncio.sleep(0.5)
         answer.set()
         assert await call == b"hi"
-    await server.stop(None)
 
 
-def _frames_until_its_end(connection: socket.socket) -> list[int]:
-    """Kinds of the frames that come until the connection is closed, or told to go away."""
+def _tells_to_go(kinds: list[int]) -> bool:
+    return http2.GOAWAY in kinds
+
+
+def _frames_until(connection: socket.socket, is_enough: Callable[[list[int]], bool]) -> list[int]:
+    """Kinds of the frames that come until these are enough, or the connection is closed."""
     connection.settimeout(5.0)
     data, kinds = b"", list[int]()
-    while http2.GOAWAY not in kinds and (more := _read(connection, 65_536)):
+    while not is_enough(kinds) and (more := _read(connection, 65_536)):
         data += more
         while len(data) >= 9 and len(data) >= 9 + (length := int.from_bytes(data[:3])):
             kinds.append(data[3])
@@ -438,62 +456,51 @@ def _frames_until_its_end(connection: socket.socket) -> list[int]:
 
 async def test_calls_beyond_those_of_one_connection_wait_and_are_answered() -> None:
     at_once: list[int] = []
-    num_open = 0
+    num_open, four = 0, asyncio.Barrier(4)
 
     async def slow(data: bytes, context: Any) -> bytes:
         nonlocal num_open
+        if data == b"first":
+            return data
         num_open += 1
         at_once.append(num_open)
-        await asyncio.sleep(0.02)
+        await four.wait()
+        await asyncio.sleep(0.02)  # in which a fifth would come
         num_open -= 1
         return data
 
     server = new_server(SchedulerConfig(max_concurrent_streams=4))
-    handlers = {"Slow": grpc.unary_unary_rpc_method_handler(slow)}
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Echo", handlers)])
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with served(server, Slow=slow) as address, grpc.aio.insecure_channel(address) as channel:
         ask = channel.unary_unary("/test.Echo/Slow")
         assert await ask(b"first") == b"first"  # by now the client has heard of the bound
         answers = await asyncio.gather(*(ask(bytes([number]), timeout=10) for number in range(20)))
     assert answers == [bytes([number]) for number in range(20)]
     assert max(at_once) == 4
-    await server.stop(None)
 
 
 async def test_whoever_has_too_many_open_is_told_when_to_try_again() -> None:
     it = Echo(OpenCalls(max_calls=1))
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(RequestGuard(it.calls),))
-    handlers = {"Echo": grpc.unary_unary_rpc_method_handler(it.echo)}
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Echo", handlers)])
-    it.port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    with it.calls.open("ipv4:10.0.0.1:1"), pytest.raises(grpc.aio.AioRpcError) as refused:
-        await it.ask()
-    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    trailers = dict(refused.value.trailing_metadata() or ())
-    status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
-    assert status.details[0].Is(error_details_pb2.RetryInfo.DESCRIPTOR)
-    assert await it.ask() == b"hi"
-    await server.stop(None)
+    async with served(server, Echo=it.echo) as it.address:
+        with it.calls.open("ipv4:10.0.0.1:1"), pytest.raises(grpc.aio.AioRpcError) as refused:
+            await it.ask()
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        trailers = dict(refused.value.trailing_metadata() or ())
+        status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
+        assert status.details[0].Is(error_details_pb2.RetryInfo.DESCRIPTOR)
+        assert await it.ask() == b"hi"
 
 
 async def test_connections_beyond_their_number_are_closed_as_they_come() -> None:
     it = Echo(OpenCalls(max_calls=100))
-    server = new_server(SchedulerConfig(max_connections=3))
-    handlers = {"Echo": grpc.unary_unary_rpc_method_handler(it.echo)}
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Echo", handlers)])
-    it.port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    with ExitStack() as stack:
-        for _ in range(3):
-            connection = stack.enter_context(http2.connection(it.address))
-            assert await asyncio.to_thread(connection.recv, 1)
-        beyond = stack.enter_context(http2.connection(it.address))
-        assert await asyncio.to_thread(_read, beyond) == b""
-    assert await it.ask(waits=True) == b"hi"  # it may not have seen yet that the others are gone
-    await server.stop(None)
+    async with served(new_server(SchedulerConfig(max_connections=3)), Echo=it.echo) as it.address:
+        with ExitStack() as stack:
+            for _ in range(3):
+                connection = stack.enter_context(http2.connection(it.address))
+                assert await asyncio.to_thread(connection.recv, 1)
+            beyond = stack.enter_context(http2.connection(it.address))
+            assert await asyncio.to_thread(_read, beyond) == b""
+        assert await it.ask(waits=True) == b"hi"  # it may not have seen yet that the others are gone
 
 
 def _read(connection: socket.socket, most: int = 1) -> bytes:

@@ -148,13 +148,15 @@ async def test_each_request_is_prepared_for_its_own_model_and_models_come_and_go
 
 
 async def test_what_takes_too_long_is_killed_and_said_and_others_go_on(model: ServedModel) -> None:
-    async with _processes(model, time_limit_s=0.5) as processes:
+    async with _processes(model) as processes:
         await processes.prepare(_chat("hi"))
         (pid,) = processes.pids
+        processes._time_limit_s = 0.5
         endless = asyncio.create_task(processes.prepare(_chat("endless")))
         behind = asyncio.create_task(processes.prepare(_chat("hi")))
         with pytest.raises(InvalidRequest, match=r"not rendered and tokenised within 0.5 s \(--text-timeout\)"):
             await endless
+        processes._time_limit_s = 60.0  # the next one will be the first of its process, which takes longer
         assert (await behind).token_ids == list(b"hi")
         assert not psutil.pid_exists(pid) and processes.pids != [pid]
 
@@ -200,10 +202,12 @@ async def test_small_requests_pass_large_ones_and_the_first_large_one_is_served_
     async with _processes(model, count=2) as processes:
         await processes.prepare(_chat("hi"))
         large = ("x" * 2000 + " ") * (SMALL_BYTES // 2000 + 1)
-        endless = [asyncio.create_task(processes.prepare(_chat(large + "endless"))) for _ in range(3)]
-        await asyncio.sleep(0.1)
+        asked = [_chat(f"{large}{number} endless") for number in range(3)]
+        endless = [asyncio.create_task(processes.prepare(data)) for data in asked]
+        await _until(lambda: processes._running)
         for _ in range(5):
             assert (await processes.prepare(_chat("hi"))).token_ids == list(b"hi")
+            assert [job.data for job in processes._running] == asked[:1]
         assert not any(each.done() for each in endless)
         for each in endless:
             each.cancel()
@@ -211,15 +215,22 @@ async def test_small_requests_pass_large_ones_and_the_first_large_one_is_served_
 
 async def test_work_for_a_client_that_has_gone_is_dropped_and_closing_refuses_all_others(model: ServedModel) -> None:
     async with _processes(model) as processes:
-        endless = asyncio.create_task(processes.prepare(_chat("endless")))
+        await processes.prepare(_chat("hi"))
+        (pid,) = processes.pids
+        os.kill(pid, signal.SIGSTOP)
+        first = asyncio.create_task(processes.prepare(_chat("hi")))
         gone = [asyncio.create_task(processes.prepare(_chat("endless"))) for _ in range(3)]
-        waits = asyncio.create_task(processes.prepare(_chat("hi")))
+        behind = asyncio.create_task(processes.prepare(_chat("hi")))
         await _until(lambda: processes._running)
         for each in gone:
             each.cancel()
         await asyncio.gather(*gone, return_exceptions=True)
-        os.kill(processes.pids[0], signal.SIGKILL)
-        await asyncio.sleep(0.1)
+        os.kill(pid, signal.SIGCONT)
+        for each in (first, behind):
+            assert (await each).token_ids == list(b"hi")
+        endless = asyncio.create_task(processes.prepare(_chat("endless")))
+        waits = asyncio.create_task(processes.prepare(_chat("hi")))
+        await _until(lambda: processes._running)
         processes.close(NotReady("this server is draining"))
         for each in (endless, waits):
             with pytest.raises(NotReady, match="draining"):
@@ -243,6 +254,17 @@ async def test_one_that_is_killed_while_it_answers_at_length_ends(monkeypatch: p
     async with asyncio.timeout(10):
         await process.kill()
     assert process.has_ended
+
+
+async def test_one_that_dies_between_a_look_and_its_kill_has_ended_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The system lets go of its number as soon as a thread of asyncio's has asked how it ended."""
+    process = await _started()
+    os.kill(process.pid, signal.SIGKILL)
+    await process._ended
+    monkeypatch.setattr(killable_process.KillableProcess, "has_ended", False)
+    await process.kill()
 
 
 async def test_whoever_waits_is_refused_where_no_process_can_be_started(

@@ -205,6 +205,7 @@ def _run(command: list[str]) -> None:
     ended = subprocess.run(command, capture_output=True, text=True)
     if ended.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{ended.stderr}")
+    sys.stderr.write(ended.stderr)  # warnings
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ namespace {
 
 const i64 STEP = 8, MOST_ROWS = HAS_WIDE_REGISTERS ? 8 : 4;
 const i64 PIECE = HAS_WIDE_REGISTERS ? 192 : 64;  // inputs that are written out at a time: they stay in a near cache
-const i64 SOON_BYTES = 8192;                      // how far up to MOST_ROWS rows ask ahead, from panel to panel
+const i64 SOON_BYTES = 8192;                      // how far ahead up to MOST_ROWS rows prefetch, from panel to panel
 
 const int8_t TABLES[][LANES] = {
     {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},

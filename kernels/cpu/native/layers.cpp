@@ -93,7 +93,8 @@ struct Pass {
                 0,
                 layer.window,
                 (float)layer.attention_scale,
-                (float)step.logit_soft_cap};
+                (float)step.logit_soft_cap,
+                0};
     }
 
     void before_attention(const Layer &layer) {

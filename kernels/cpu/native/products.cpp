@@ -1,10 +1,10 @@
 // out = x W^T + bias, with W packed once; for one row as for thousands.
 //
 // A panel of 48 outputs is what a thread multiplies at a time: by some rows whose inputs stay in the second cache
-// level. Every sum starts with the bias and runs over the inputs in order, one fused multiply-add after the other;
-// those of quantised rows are exact within a group, and groups are added in order. So a row's result depends neither on
-// the other rows nor on the number of threads nor on how the weight is kept: bit for bit. Sums are float32, and rounded
-// once where rows are bfloat16.
+// level. Every sum starts with the bias and runs over the inputs in order, one fused multiply-add after the other.
+// Those of quantised rows are exact within a group, and groups are added in order (quantized.cpp says where the bias
+// comes in). So a row's result depends neither on the other rows nor on the number of threads nor on how the weight is
+// kept: bit for bit. Sums are float32, and rounded once where rows are bfloat16.
 #include "records.h"
 
 namespace {
@@ -149,10 +149,13 @@ void multiply(Team &team, const Product &product, i64 element, void *out, i64 ou
     });
 }
 
+// Whether bfloat16 rows by pairs of bfloat16 have a product here.
+EXPORT i64 octavo_multiplies_pairs() { return HAS_PAIRS || HAS_TILES; }
+
 EXPORT void octavo_multiply(const Product *product, i64 element, void *out, i64 out_stride, const void *x, i64 x_stride,
                             i64 rows, i64 threads) {
     char *workspace = (char *)scratch(OF_CALL, workspace_bytes(*product, element, rows));
-    threads = smaller(threads, panels_of_all(*product));
+    threads = smaller(threads, larger(rows, panels_of_all(*product)));  // no phase has more items
     in_parallel(threads, PHASES_OF_PRODUCT, [&](Team &team) {
         team.work = ON_PRODUCTS;
         multiply(team, *product, element, out, out_stride, x, x_stride, rows, workspace);

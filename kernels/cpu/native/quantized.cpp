@@ -17,8 +17,8 @@
 namespace {
 
 const i64 ROWS = 4, QUADS = GROUP / 4, BYTES_OF_GROUP = GROUP * LANES;
-const i64 WIDE_ROWS = 8;  // from which three panels of 16 are multiplied at once; fewer go through one after the other
-const i64 SOON_BYTES = 4096;               // how far tiles of fewer rows ask ahead of what they read
+const i64 MANY_ROWS = 8;  // from which three panels of 16 are multiplied at once; fewer go through one after the other
+const i64 SOON_BYTES = 4096;               // how far ahead tiles of fewer rows prefetch
 const int32_t INFINITY_BITS = 0x7f800000;  // those of NaN are larger
 
 // 1 to 4 rows by COLUMNS panels of 16 outputs, from the first group to the number that is written. Where there are few
@@ -115,7 +115,7 @@ void multiply_bytes(const Group *groups, i64 rows, i64 num_groups, const char *w
         if ((rows -= whole) == 0) return;
         groups += whole * num_groups, out += whole * out_stride;
     }
-    if (HAS_WIDE_REGISTERS && rows >= WIDE_ROWS && count == PANEL)
+    if (HAS_WIDE_REGISTERS && rows >= MANY_ROWS && count == PANEL)
         return rows_by_bytes<VECTORS>(groups, rows, num_groups, weight, scale, bias ? bias : zeros, out, out_stride,
                                       has_next);
     for (i64 first = 0; first < count;

@@ -16,7 +16,7 @@ namespace {
 const i64 MOST_ROWS = 4;       // of a tile; others have 2 or 1
 const i64 MANY_ROWS = 16;      // from which scales are made once for all tiles
 const i64 NARROW_ROWS = 2;     // up to which few registers take all columns at once
-const i64 SOON_BYTES = 4096;   // how far tiles of fewer rows ask ahead of what they read
+const i64 SOON_BYTES = 4096;   // how far ahead tiles of fewer rows prefetch
 const i64 HALF = GROUP / 2, QUADS_OF_HALF = HALF / 4;
 const i64 WORD_LINE = PANEL * 4;  // bytes
 

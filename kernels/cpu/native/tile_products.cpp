@@ -20,7 +20,7 @@ namespace {
 enum { ROW_TILE = 3, WEIGHT_TILE = 4 };
 const i64 STEP_LINES = 16, LINE = PANEL * 4;  // of pairs: lines of a step, bytes of a line
 const i64 DEPTH = 128;                        // lines that all rows are multiplied by before the next: 24 KB stay close
-const i64 SOON_BYTES = 4096;                  // how far rows of one tile ask ahead of what they read
+const i64 SOON_BYTES = 4096;                  // how far ahead rows of one tile prefetch
 
 // The shapes for so many rows, and lines of weights, which are loaded where they are others than those before.
 void shape_tiles(i64 rows, i64 lines) {

@@ -59,7 +59,6 @@ INLINE F where_nan(F x, F then, F otherwise) {
 INLINE I operator+(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
 INLINE I operator-(I a, I b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 INLINE I operator&(I a, I b) { return {_mm512_and_si512(a.v, b.v)}; }
-INLINE I operator|(I a, I b) { return {_mm512_or_si512(a.v, b.v)}; }
 INLINE I choose_bits(I mask, I a, I b) { return {_mm512_ternarylogic_epi32(mask.v, a.v, b.v, 0xca)}; }  // a where 1
 INLINE I larger_unsigned(I a, I b) { return {_mm512_max_epu32(a.v, b.v)}; }
 INLINE int32_t sum_of_lanes(I x) { return _mm512_reduce_add_epi32(x.v); }

@@ -116,7 +116,6 @@ INLINE F where_nan(F x, F then, F otherwise) { return {x.v != x.v ? then.v : oth
 INLINE I operator+(I a, I b) { return {(Ints)((Unsigned)a.v + (Unsigned)b.v)}; }
 INLINE I operator-(I a, I b) { return {(Ints)((Unsigned)a.v - (Unsigned)b.v)}; }
 INLINE I operator&(I a, I b) { return {a.v & b.v}; }
-INLINE I operator|(I a, I b) { return {a.v | b.v}; }
 INLINE I choose_bits(I mask, I a, I b) { return {(a.v & mask.v) | (b.v & ~mask.v)}; }  // a where 1
 INLINE I larger_unsigned(I a, I b) { return {(Unsigned)a.v > (Unsigned)b.v ? a.v : b.v}; }
 static int32_t sum_of_lanes(I x) {

@@ -25,8 +25,7 @@ def quantized_product(
 ) -> Product | None:
     """The product x W^T + bias [N] of float32 and bfloat16 rows; None where only the dequantised weight has one.
 
-    None are weights whose inputs, or groups of inputs, are no multiples of 32, and what `pack_quantized` refuses; of
-    rounded rows also floats.
+    None is what `pack_quantized` refuses, and with rounded rows also a weight of floats.
     """
     bias = None if bias is None else bias.float()
     are_rows_rounded = weight.inputs is Inputs.INT8
