@@ -124,7 +124,9 @@ class WorkerConfig:
         0, "threads that compute, of each rank; 0: OMP_NUM_THREADS, or one for each core", group=COMPUTE
     )
     batch_invariant: bool = option(
-        False, "logits do not depend on the batch, bit for bit, on a GPU too; refuses models that transformers computes", group=COMPUTE
+        False,
+        "logits do not depend on the batch, bit for bit, on a GPU too; refuses models that transformers computes",
+        group=COMPUTE,
     )
     enforce_eager: bool = option(False, "launch every step kernel by kernel, without CUDA graphs", group=COMPUTE)
     tensor_parallel_size: int = option(

@@ -30,7 +30,8 @@ BUILT = SOURCES / "built"
 # No library of C++ and nothing that would change a bit: sums are fused where the source says so, and nowhere else.
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off"]
 FLAGS += ["-falign-loops=32"]  # what decodes instructions takes so many bytes at once: up to a twentieth of a product
-FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
+WARNINGS = ["-Werror", "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 SANITIZED = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize=alignment"]
 
 
@@ -171,10 +172,11 @@ def library_of(level: str, folder: Path, say: Callable[[str], object], *, is_san
     return path
 
 
-def compile_library(level: str, folder: Path, *, is_sanitized: bool = False) -> Path:
+def compile_library(level: str, folder: Path, *, is_sanitized: bool = False, is_checked: bool = False) -> Path:
     """Compiles the library of a level into `folder`; its path. Raises NoCompilerError, or RuntimeError with what the
-    compiler says."""
+    compiler says; of a warning only where it `is_checked`, as each compiler has warnings of its own."""
     command, flags = compiler(), [*FLAGS, *LEVELS[level].flags, *(SANITIZED if is_sanitized else [])]
+    flags += WARNINGS if is_checked else []
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=_SCRATCH) as scratch:
         sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: -path.stat().st_size)
@@ -205,7 +207,6 @@ def _run(command: list[str]) -> None:
     ended = subprocess.run(command, capture_output=True, text=True)
     if ended.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{ended.stderr}")
-    sys.stderr.write(ended.stderr)  # warnings
 
 
 def main() -> None:
@@ -216,6 +217,7 @@ def main() -> None:
     parser.add_argument("--level", choices=LEVELS, help="for this one alone")
     parser.add_argument("--into", type=Path, default=BUILT, metavar="FOLDER")
     parser.add_argument("--sanitize", action="store_true", help="with the checks of memory and undefined behaviour")
+    parser.add_argument("--check", action="store_true", help="keep nothing, and take warnings for errors")
     options = parser.parse_args()
     into: Path = options.into
 
@@ -235,7 +237,10 @@ def main() -> None:
             say(f"left out: {' '.join(compiler())} does not know {level}")
     else:
         levels = [best_level(usable_levels(), is_there, say)]
-    for level in [name for name in levels if not is_there(name)]:
+    for level in levels if options.check else ():
+        with tempfile.TemporaryDirectory() as scratch:
+            compile_library(level, Path(scratch), is_checked=True)
+    for level in [name for name in levels if not is_there(name) and not options.check]:
         start = time.perf_counter()
         library_of(level, into, say, is_sanitized=options.sanitize)
         say(f"CPU kernels for {level}: {time.perf_counter() - start:.1f} s")

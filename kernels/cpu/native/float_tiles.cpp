@@ -116,3 +116,6 @@ void add_floats(i64 kind, const PanelWork &work) {
     else if (HAS_TILES) add_pairs_by_tiles(work);
     else if (HAS_PAIRS) add_panel<PairWeight>(work);
 }
+
+// Whether bfloat16 rows by pairs of bfloat16 have a product here.
+EXPORT i64 octavo_multiplies_pairs() { return HAS_TILES || HAS_PAIRS; }

@@ -149,9 +149,6 @@ void multiply(Team &team, const Product &product, i64 element, void *out, i64 ou
     });
 }
 
-// Whether bfloat16 rows by pairs of bfloat16 have a product here.
-EXPORT i64 octavo_multiplies_pairs() { return HAS_PAIRS || HAS_TILES; }
-
 EXPORT void octavo_multiply(const Product *product, i64 element, void *out, i64 out_stride, const void *x, i64 x_stride,
                             i64 rows, i64 threads) {
     char *workspace = (char *)scratch(OF_CALL, workspace_bytes(*product, element, rows));

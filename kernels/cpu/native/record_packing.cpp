@@ -59,8 +59,11 @@ bool find_base(Float16 *base, int8_t *factors, const float *numbers, i64 count, 
                i64 num_largest) {
     float x[LANES] = {}, made[LANES], largest = 0;
     memcpy(x, numbers, count * sizeof(float));
-    for (i64 i = 0; i < count; i++) largest = __builtin_fabsf(x[i]) > __builtin_fabsf(largest) ? x[i] : largest;
-    memset(factors, 0, count), base->bits = 0;
+    base->bits = 0;
+    for (i64 i = 0; i < count; i++) {
+        largest = __builtin_fabsf(x[i]) > __builtin_fabsf(largest) ? x[i] : largest;
+        factors[i] = 0;
+    }
     if (largest == 0) {  // no number is larger: all are zeros, or some are NaN
         for (i64 i = 0; i < count; i++)
             if (x[i] != 0) return false;

@@ -110,7 +110,7 @@ __attribute__((noinline)) void tile(const PanelProduct &work, const Group *group
                     return PIECE == GROUP ? group.minus_sum : group.minus_half[first / HALF];
                 };
                 auto start = [&](int r) INLINED {
-                    return Codes::LEAST ? shift_left<Codes::LEAST>(splat(minus_sum(r))) : splat(0);
+                    return Codes::LEAST != 0 ? shift_left<Codes::LEAST>(splat(minus_sum(r))) : splat(0);
                 };
                 I dots[ROWS][COLUMNS];
 #pragma GCC unroll 4
