@@ -21,6 +21,7 @@ from octavo.shared.connections import OTHER_FILES, Connection
 from scheduler_svc.api.grpc_server import new_server
 from scheduler_svc.config import SchedulerConfig
 from tests.fuzz import http2_frames as http2
+from tests.waiting import until
 
 MAX_CONNECTIONS = 64
 STREAM = "/test.Clock/Tick"
@@ -179,10 +180,8 @@ def _wait_for_more(connection: socket.socket) -> None:
     assert connection.recv(65_536)
 
 
-async def _check_soon(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not is_so():
-            await asyncio.sleep(0.01)
+async def _check_soon(is_so: Callable[[], object]) -> None:
+    await until(is_so)
 
 
 async def test_the_watch_ends_with_its_server() -> None:

@@ -22,6 +22,7 @@ from octavo.shared.access.jwks import JwksError, KeySource, read_set
 from octavo.shared.access.jwt_callers import LEEWAY_S, MAX_CHARS, MAX_REMEMBERED, JwtCallers, TokenRefused, TokenRules
 from octavo.shared.access.keys import Keys, hash_of
 from octavo.shared.watched_files import LOOK_AGAIN_S
+from tests.waiting import wait_until
 
 NOW_S = 1_800_000_000.0
 RULES = TokenRules("https://issuer", "octavo")
@@ -239,13 +240,6 @@ def source_of(url: str, **options: Any) -> Iterator[KeySource]:
         source.stop()
 
 
-def until(condition: Any) -> None:
-    deadline_s = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
-
-
 def test_a_url_is_asked_again_for_a_key_that_is_not_known_and_no_more_often_than_it_may() -> None:
     with issuing() as (issuer, url), source_of(url, pause_s=0.2) as source:
         assert source.find("e") and issuer.num_asked == 1, "before anybody is served"
@@ -271,17 +265,17 @@ def test_what_was_read_last_stays_while_the_url_gives_nothing_better(fault: str)
             issuer.status, issuer.location = 302, url
         else:
             issuer.keys = {"keys": [{"kty": "oct", "k": "AAAA", "kid": "e"}]}
-        until(lambda: source.num_failures > 1)
+        wait_until(lambda: source.num_failures > 1)
         assert source.find("e")
         issuer.status, issuer.location, issuer.keys = 200, "", {"keys": [jwk("EC", OTHER_EC, "new")]}
-        until(lambda: source.find("new"))
+        wait_until(lambda: source.find("new"))
 
 
 def test_an_issuer_can_take_all_of_its_keys_back() -> None:
     with issuing() as (issuer, url), source_of(url, refresh_s=0.02, pause_s=0.01) as source:
-        until(lambda: source.find("e"))
+        wait_until(lambda: source.find("e"))
         issuer.keys = {"keys": []}
-        until(lambda: source.find("e") is None)
+        wait_until(lambda: source.find("e") is None)
         assert source.num_failures == 0
 
 
@@ -304,7 +298,7 @@ def test_a_server_whose_issuer_cannot_be_reached_starts_and_knows_no_token_until
     with source_of(url, pause_s=0.02) as source:
         assert source.find("e") is None and source.num_failures >= 1
         with issuing(port):
-            until(lambda: source.find("e"))
+            wait_until(lambda: source.find("e"))
 
 
 # ---- beside keys ----------------------------------------------------------------------------------------------------

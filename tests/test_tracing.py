@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import util
 from typing import Any
@@ -25,6 +25,7 @@ from octavo.shared.tracing.span import Kind, Span, own
 from octavo.shared.tracing.tracer import MAX_WAITING_SPANS, Tracer, new_tracer
 from scheduler_svc.config import SchedulerConfig
 from tests.collector import Collector
+from tests.waiting import wait_until
 from worker_svc.config import WorkerConfig
 
 PARENT = TraceContext(0xABC, 0xDEF, True)
@@ -52,13 +53,6 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def span(name: str = "x", **more: Any) -> Span:
     now_ns = time.monotonic_ns()
     return Span(name, TraceContext.new_root(), None, now_ns - 1000, now_ns, **more)
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 # ---- contexts -------------------------------------------------------------------------------------------------------
@@ -168,10 +162,10 @@ def test_a_failing_collector_is_one_line_and_so_is_its_return(soon: None) -> Non
         tracer = Tracer(1.0, lambda: exporter)
         for _ in range(5):
             tracer.emit(span())
-            until(lambda: not tracer._waiting)
+            wait_until(lambda: not tracer._waiting)
         exporter.problem = ""
         tracer.emit(span())
-        until(lambda: bool(exporter.spans))
+        wait_until(lambda: exporter.spans)
         tracer.close()
     assert [(line["log_level"], line.get("why"), line.get("dropped")) for line in lines] == [
         ("warning", "nobody listens", None),

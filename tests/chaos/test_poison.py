@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.output.output_processor import Delivery
 from scheduler_svc.serving import Serving
 from tests.fakes import FakeWorker, hashed_token
+from tests.waiting import wait_until
 
 NUM_REQUESTS = 24
 MAX_TOKENS = 40
@@ -92,17 +93,10 @@ def requests_on(*workers: FakeWorker, **options: Any) -> Iterator[Requests]:
     serving = Serving(SchedulerConfig(worker=tuple(worker.address for worker in workers), **options), deliveries.put)
     serving.start()
     try:
-        wait(lambda: len(serving.engine.workers) == len(workers))
+        wait_until(lambda: len(serving.engine.workers) == len(workers), seconds=LIMIT_S)
         yield Requests(serving, deliveries)
     finally:
         serving.stop()
-
-
-def wait(until: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not until():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def hashed_after(prompt: str, count: int = MAX_TOKENS) -> list[int]:

@@ -23,6 +23,7 @@ from octavo.shared.ports import free_port
 from tests.chaos.worker_process import WorkerProcess
 from tests.forkserver import WITHOUT_TORCH, ForkedCommand
 from tests.tiny_models import make_tiny_llama
+from tests.waiting import wait_until
 
 NUM_STREAMS = 32
 MAX_TOKENS = 52
@@ -69,18 +70,11 @@ class Scheduler:
         return sum(worker.health == serving for worker in workers.workers)
 
     def wait_for_workers(self, count: int) -> None:
-        wait_until(lambda: self.num_workers() == count, f"{count} workers at {self.address}")
+        wait_until(lambda: self.num_workers() == count, f"{count} workers at {self.address}", READY_WITHIN_S)
 
     def end(self) -> None:
         self._process.terminate()
         self._process.wait(30)
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + READY_WITHIN_S
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what}"
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +252,7 @@ def _check_standby(start: Callable[..., Scheduler], undisturbed: list[Read], see
     # The one it stood by for is there again, and wants its workers amid the work: nothing is lost by giving them back.
     _check(asyncio.run(_run([standby.address, active.address], active.come_back, moment)), undisturbed)
     active.wait_for_workers(2)
-    wait_until(lambda: not standby.is_serving(), "scheduler that stands by again")
+    wait_until(lambda: not standby.is_serving(), "a scheduler that stands by again", READY_WITHIN_S)
     active.kill()
     standby.wait_for_workers(2)
 

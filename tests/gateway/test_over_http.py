@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -26,6 +26,7 @@ from protos import inference_pb2 as pb
 from tests.gateway.running import Gateway, gateway
 from tests.gateway.shapes import events, strictly
 from tests.integration.fake_inference import FakeServer, expected_tokens, text_of
+from tests.waiting import wait_until
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 GREEDY: dict[str, Any] = {"prompt": "hello", "seed": 3, "max_tokens": 6}
@@ -48,13 +49,6 @@ def shared(server: FakeServer) -> Iterator[Gateway]:
 def fake(server: FakeServer) -> Any:
     server.inference.__init__()  # type: ignore[misc]  # as new
     return server.inference
-
-
-def wait_for(what: Callable[[], object], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def text(seed: int = 3, index: int = 0, count: int = 6) -> str:
@@ -459,7 +453,7 @@ def test_a_client_that_goes_takes_its_request_along(fake: Any, shared: Gateway, 
     fake.token_delay_s = 0.05
     with shared.connect() as line:
         line.sendall(request({**GREEDY, "max_tokens": 1000, "stream": stream}))
-        wait_for(lambda: fake.requests)
+        wait_until(lambda: fake.requests)
         if stream:
             assert line.recv(10).startswith(b"HTTP/1.1 2")
     assert fake.cancelled.wait(60)

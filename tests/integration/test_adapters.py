@@ -7,7 +7,7 @@ cache block that was computed with another adapter or generation, and to unload 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import grpc
@@ -20,6 +20,7 @@ from octavo.shared.ports import free_port
 from tests.fakes import FakeWorker
 from tests.integration.scheduler_process import Service, scheduler
 from tests.scheduler.hashed_tokens import hashed_after
+from tests.waiting import until
 
 LOAD, UNLOAD = "octavo.v1.Control/LoadAdapter", "octavo.v1.Control/UnloadAdapter"
 GENERATE = "octavo.v1.Inference/Generate"
@@ -161,7 +162,7 @@ async def test_configured_adapters_are_there_with_the_first_worker_and_with_ever
             answer = await client.complete(PROMPT, params, adapter="poet")
             assert answer.outputs[0].token_ids == hashed_after(PROMPT, 5)
             with FakeWorker(port=port, max_loras=1) as second:
-                await wait_for(lambda: set(second.adapters) == {"pirate", "poet"})
+                await until(lambda: set(second.adapters) == {"pirate", "poet"})
 
 
 async def test_loading_before_the_first_worker_has_joined_is_a_matter_of_time() -> None:
@@ -197,9 +198,3 @@ def test_the_command_loads_lists_uses_and_unloads(capsys: pytest.CaptureFixture[
         assert run("adapter", "unload", "--json", "pirate") == (0, '{"name": "pirate"}')
         code, said = run("adapter", "unload", "pirate")
         assert code == 1 and "adapter 'pirate' is not here; loaded: none" in said
-
-
-async def wait_for(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.02)

@@ -6,7 +6,7 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from structlog.testing import capture_logs
@@ -17,6 +17,7 @@ from scheduler_svc.leases.worker_handle import SILENCE_LIMIT_NS
 from scheduler_svc.output.output_processor import Delivery
 from scheduler_svc.serving import Serving
 from tests.forkserver import ForkedCommand
+from tests.waiting import wait_until
 from tests.worker.fake_model import next_token
 from tests.worker.fake_model_process import HOLD_S, hold_interpreter
 from worker_svc.service.lease import EXPIRY_S
@@ -36,13 +37,6 @@ def worker() -> Iterator[tuple[ForkedCommand, str]]:
         process.wait()
 
 
-def wait_until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-
-
 def test_interpreters_that_are_held_for_seconds_lose_no_lease_and_a_stopped_worker_is_found_soon(
     worker: tuple[ForkedCommand, str],
 ) -> None:
@@ -51,7 +45,7 @@ def test_interpreters_that_are_held_for_seconds_lose_no_lease_and_a_stopped_work
     serving = Serving(SchedulerConfig(worker=(address,)), deliveries.put)
     serving.start()
     try:
-        wait_until(lambda: serving.is_ready and bool(serving.engine.workers), "no worker joins")
+        wait_until(lambda: serving.is_ready and bool(serving.engine.workers), "a worker joins")
         params = pb.SamplingParams(temperature=0, ignore_eos=True, max_tokens=40)
         tokens = generate(serving, deliveries, params)
         for _ in range(10):
@@ -68,10 +62,10 @@ def test_interpreters_that_are_held_for_seconds_lose_no_lease_and_a_stopped_work
         assert min(EXPIRY_S, SILENCE_LIMIT_NS / 1e9) > 2 * HOLD_S, "or it is a message's absence that tells"
         process.send_signal(signal.SIGSTOP)
         stopped_s = time.monotonic()
-        wait_until(lambda: not serving.engine.workers, "a stopped worker is not found")
+        wait_until(lambda: not serving.engine.workers, "a stopped worker is found")
         assert time.monotonic() - stopped_s < 4
         process.send_signal(signal.SIGCONT)
-        wait_until(lambda: bool(serving.engine.workers), "a worker that goes on does not join again")
+        wait_until(lambda: bool(serving.engine.workers), "a worker that goes on joins again")
         assert serving.engine.workers[0].epoch == 2
     finally:
         serving.stop()

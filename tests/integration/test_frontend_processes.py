@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -20,15 +20,9 @@ from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from tests.fakes import FakeWorker
 from tests.integration.scheduler_process import Service, scheduler
+from tests.waiting import until
 
 DEADLINE_S = 20.0
-
-
-async def until(what: str, is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < deadline, f"{what}: not within {DEADLINE_S} s"
-        await asyncio.sleep(0.02)
 
 
 def frontends_of(service: Service) -> list[psutil.Process]:
@@ -225,7 +219,7 @@ async def test_a_lost_frontend_takes_its_requests_along_and_no_others_and_anothe
                 last = (await rest_of(kept))[-1]
                 assert last.usage.completion_tokens == 100, "the other frontend's request went on"
                 await nothing_runs(stays)
-                await until("another frontend", lambda: len(frontends_of(it)) == 2)
+                await until(lambda: len(frontends_of(it)) == 2, "another frontend")
             async with a_client_of_each_frontend(it) as clients:
                 assert goes.frontend.pid not in [client.frontend.pid for client in clients]
                 for client in clients:
@@ -235,8 +229,8 @@ async def test_a_lost_frontend_takes_its_requests_along_and_no_others_and_anothe
 
 async def test_the_client_library_goes_on_at_another_frontend(slow):
     params = SamplingParams(max_tokens=100, seed=3)
-    await until("both frontends", lambda: len(frontends_of(slow)) == 2)
-    await until("the end of others' connections", lambda: not any(map(_num_clients, frontends_of(slow))))
+    await until(lambda: len(frontends_of(slow)) == 2, "both frontends")
+    await until(lambda: not any(map(_num_clients, frontends_of(slow))), "the end of others' connections")
     async with AsyncClient(slow.address) as client:
         wanted = await client.complete("say|", params)
         frontends, tokens = frontends_of(slow), list[int]()
@@ -246,19 +240,19 @@ async def test_the_client_library_goes_on_at_another_frontend(slow):
                 its.kill()
             tokens += [token for part in output.outputs for token in part.token_ids]
         assert tokens == list(wanted.outputs[0].token_ids)
-    await until("another frontend", lambda: len(frontends_of(slow)) == 2)
+    await until(lambda: len(frontends_of(slow)) == 2, "another frontend")
 
 
 async def test_frontends_end_with_a_core_that_is_killed():
     """As they are started at a terminal: each in an interpreter of its own."""
     with FakeWorker() as worker, scheduler(f"--worker={worker.address}", "--frontends=2", is_forked=False) as it:
         it.wait_until_ready()
-        await until("both frontends", lambda: len(frontends_of(it)) == 2)
+        await until(lambda: len(frontends_of(it)) == 2, "both frontends")
         frontends = frontends_of(it)
         mapped = {mapping.path for process in frontends for mapping in process.memory_maps()}
         assert not [path for path in mapped if "/torch/" in path], "they compute nothing"
         it.process.send_signal(signal.SIGKILL)
-        await until("their end", lambda: not any(_is_alive(process) for process in frontends))
+        await until(lambda: not any(_is_alive(process) for process in frontends), "their end")
 
 
 def _is_alive(process: psutil.Process) -> bool:

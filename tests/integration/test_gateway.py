@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from protos import inference_pb2 as pb
 from tests.gateway.running import Gateway
 from tests.integration.test_serve import ROOT, Served, serving
 from tests.tiny_models import make_tiny_llama
+from tests.waiting import wait_until
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -189,10 +189,7 @@ def test_a_client_that_does_not_wait_for_a_whole_answer_does_too(both: ServedOve
 
 
 def expect_soon(what: Any, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(what, seconds=seconds)
 
 
 def test_a_worker_that_dies_is_a_pause(both: ServedOverHttp) -> None:

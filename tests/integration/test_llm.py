@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from octavo.outputs import CompletionOutput
 from octavo.shared.options import OptionError
 from scheduler_svc.engine import statistics
 from tests.tiny_models import make_tiny_llama
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("forked_workers")  # `test_llm_processes` starts them as users do
 
@@ -256,13 +256,6 @@ def test_ctrl_c_within_a_queue_of_the_scheduler_leaves_no_half_of_a_request(llm,
     wait_until(lambda: not llm._embedded.engine.live_groups() and not queue)
     wait_until(lambda: not llm._embedded.engine._live._num_by_model)
     assert llm.generate(PROMPTS[0], LONG, use_tqdm=False)[0].outputs[0].token_ids
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_tokenizer_may_be_a_folder_and_nothing_unknown(llm, folder):

@@ -7,8 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import psutil
 import pytest
 
 from tests.tiny_models import make_tiny_llama
+from tests.waiting import wait_until
 
 WITHIN_S = 60.0
 # Generates without end, with a worker that has no model to load; what it reads says how it is to end.
@@ -165,24 +165,19 @@ def started(*command: str | Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def wait_until(holds: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-
-
 def test_ctrl_c_while_the_worker_starts_ends_both(folder: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(NEVER_READY)
     with started(script, folder) as process:
         starts = psutil.Process(process.pid)
-        wait_until(starts.children, "a worker starts")
+        wait_until(starts.children, "a worker starts", WITHIN_S)
         (worker,) = starts.children()
         os.killpg(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=WITHIN_S)
     assert process.returncode == -signal.SIGINT and said.endswith("KeyboardInterrupt\n"), said
-    wait_until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, "the worker has ended")
+    wait_until(
+        lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, "the worker has ended", WITHIN_S
+    )
 
 
 def test_whoever_ends_takes_the_worker_along(folder: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -32,6 +32,7 @@ from scheduler_svc.requests.request_text import RequestText
 from tests.integration.fake_inference import FakeServer, expected_tokens
 from tests.scheduler.scripted_core import InlineTexts, ScriptedCore
 from tests.scheduler.tiny_served_model import tiny_served_model
+from tests.waiting import until
 
 Messages = AsyncGenerator[pb.GenerateResponse, None]
 NO_PAUSE = RetryPolicy(first_delay_s=0.0, max_delay_s=0.0, on_wait=lambda waiting: None)
@@ -44,11 +45,6 @@ class Scheduler:
         self.service, self.core, self.server, self.port = service, core, server, port
         self.num_own_calls = 0
         self.num_shared_calls = 0
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(20):
-            while not condition():
-                await asyncio.sleep(0.001)
 
 
 async def _start(folder: Any, port: int = 0) -> Scheduler:
@@ -126,7 +122,7 @@ async def test_streams_share_a_call_and_each_gets_its_own(scheduler: Scheduler, 
     assert [text_of(each) for each in came] == ["abc!", "xyz!", "klm!"]
     assert all(each[-1].usage.completion_tokens == 4 for each in came)
     assert (scheduler.num_shared_calls, scheduler.num_own_calls) == (1, 0)
-    await scheduler.until(lambda: sorted(scheduler.core.forgotten) == ["r1", "r2", "r3"])
+    await until(lambda: sorted(scheduler.core.forgotten) == ["r1", "r2", "r3"])
 
 
 async def test_refusals_are_as_those_of_calls(scheduler: Scheduler, client: AsyncClient) -> None:
@@ -148,7 +144,7 @@ async def test_refusals_are_as_those_of_calls(scheduler: Scheduler, client: Asyn
 async def test_who_leaves_ends_one_request(scheduler: Scheduler, client: AsyncClient) -> None:
     leaving, staying = await begin(scheduler, client, "r1", "r2")
     await leaving.aclose()
-    await scheduler.until(lambda: scheduler.core.abandoned == ["r1"])
+    await until(lambda: scheduler.core.abandoned == ["r1"])
     scheduler.core.say({"r1": "x", "r2": "y"}, FinishReason.LENGTH)
     assert text_of(await read_all(staying)) == "y"
 
@@ -174,7 +170,7 @@ async def test_some_have_a_call_of_their_own(
 ) -> None:
     monkeypatch.setattr(shared_calls, "MAX_REQUEST_BYTES", 100)
     reading = asyncio.create_task(read_all(client.stream(request("r1", **fields))))
-    await scheduler.until(lambda: "r1" in scheduler.core.groups)
+    await until(lambda: "r1" in scheduler.core.groups)
     scheduler.core.say({"r1": "a"}, FinishReason.LENGTH)
     assert text_of(await reading) == "a"
     assert (scheduler.num_shared_calls, scheduler.num_own_calls) == (0, 1)
@@ -188,7 +184,7 @@ async def test_traces_of_their_own_do_not_part_requests(scheduler: Scheduler, cl
         asyncio.create_task(read_all(client.stream(request(name), metadata=metadata)))
         for name, metadata in (("r1", twice), ("r2", parents["r2"].fields()), ("r3", endless))
     ]
-    await scheduler.until(lambda: len(scheduler.core.groups) == 3)
+    await until(lambda: len(scheduler.core.groups) == 3)
     traces = {name: group.trace for name, group in scheduler.core.groups.items()}
     assert traces["r3"] is None
     for name, parent in parents.items():
@@ -238,7 +234,7 @@ async def test_a_call_without_requests_is_ended_and_the_next_one_begun(
         scheduler.core.say({f"r{number}": "a"}, FinishReason.LENGTH)
         assert text_of(await read_all(stream)) == "a"
         assert scheduler.num_shared_calls == number
-        await scheduler.until(lambda: not scheduler.service._shared_calls)
+        await until(lambda: not scheduler.service._shared_calls)
 
 
 async def test_a_scheduler_that_is_lost_is_a_pause_for_each(tmp_path: Any) -> None:
@@ -251,7 +247,7 @@ async def test_a_scheduler_that_is_lost_is_a_pause_for_each(tmp_path: Any) -> No
         reading = [asyncio.create_task(read_all(stream)) for stream in streams]
         await first.server.stop(None)
         second = await _start(tmp_path, first.port)
-        await second.until(lambda: {"r1", "r2"} <= set(second.core.groups))
+        await until(lambda: {"r1", "r2"} <= set(second.core.groups))
         second.core.say({"r1": "b", "r2": "y"}, FinishReason.LENGTH)
         assert [text_of(await each) for each in reading] == ["b", "y"]
         groups = second.core.groups
@@ -276,4 +272,4 @@ async def test_closing_a_client_ends_its_requests(scheduler: Scheduler) -> None:
     await client.close()
     with pytest.raises(RequestFailed):
         await anext(stream)
-    await scheduler.until(lambda: scheduler.core.abandoned == ["r1"])
+    await until(lambda: scheduler.core.abandoned == ["r1"])

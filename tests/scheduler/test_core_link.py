@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -27,15 +26,9 @@ from scheduler_svc.output.mailboxes import Mailboxes
 from scheduler_svc.requests.frontend import Frontend
 from scheduler_svc.serving import Serving
 from tests.fakes import FakeWorker, say_forever, spell
+from tests.waiting import until
 
 DEADLINE_S = 20.0
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s"
-        await asyncio.sleep(0.005)
 
 
 @dataclass

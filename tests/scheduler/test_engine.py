@@ -20,6 +20,7 @@ from scheduler_svc.output.output_processor import Delivery
 from scheduler_svc.serving import Serving
 from tests.fakes import FakeWorker, say_forever, spell
 from tests.scheduler.hashed_tokens import hashed_after
+from tests.waiting import wait_until
 
 TIMEOUT_S = 60.0
 
@@ -74,10 +75,7 @@ class Client:
         self.read(lambda: all(request_id in self.last for request_id in request_ids))
 
     def wait(self, until: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not until():
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        wait_until(until, seconds=TIMEOUT_S)
 
 
 @contextmanager

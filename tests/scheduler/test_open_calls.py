@@ -29,6 +29,7 @@ from scheduler_svc.api.request_guard import RequestGuard
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.errors import QueueFull
 from tests.fuzz import http2_frames as http2
+from tests.waiting import until
 
 METHOD = "/test.Echo/Echo"
 
@@ -213,7 +214,7 @@ async def server() -> AsyncIterator[Echo]:
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(RequestGuard(it.calls, read_timeout_s=1.0),))
     async with served(server, Echo=it.echo, Stream=it.echo_all) as it.address:
         yield it
-    await _until(lambda: not it.calls._num_open)  # who was in the middle of a call is told so in a turn of its own
+    await until(lambda: not it.calls._num_open)  # who was in the middle of a call is told so in a turn of its own
 
 
 def _send(connection: socket.socket, data: bytes) -> bool:
@@ -296,7 +297,7 @@ async def test_calls_without_their_message_are_refused_beyond_a_number() -> None
     async with served(patient, Echo=it.echo) as address:
         with http2.connection(address) as connection:
             await asyncio.to_thread(connection.sendall, _begun(range(1, 150, 2)))
-            await _until(lambda: it.calls._num_open == 75)
+            await until(lambda: it.calls._num_open == 75)
             await asyncio.to_thread(connection.sendall, _begun(range(151, 191, 2)))
             frames = await asyncio.to_thread(_frames_until, connection, lambda kinds: kinds.count(http2.HEADERS) == 20)
             assert frames.count(http2.HEADERS) == 20, "one for each that was refused"
@@ -308,20 +309,14 @@ async def test_calls_without_their_message_are_refused_beyond_a_number() -> None
 async def test_calls_without_their_message_are_ended_after_a_time(server: Echo) -> None:
     with http2.connection(server.address) as connection:
         await asyncio.to_thread(connection.sendall, _begun([1, 3, 5]))
-        await _until(lambda: server.calls._num_open)
-        await _until(lambda: not server.calls._num_open)
+        await until(lambda: server.calls._num_open)
+        await until(lambda: not server.calls._num_open, seconds=10)
     assert await server.ask() == b"hi" and server.received[-1] == b"hi"
 
 
 def _begun(streams: Iterable[int]) -> bytes:
     """Calls of which nine bytes of the message are still to come."""
     return b"".join(http2.call(stream, METHOD) + http2.begun_message(stream, 9) for stream in streams)
-
-
-async def _until(is_so: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
-        while not is_so():
-            await asyncio.sleep(0.01)
 
 
 def test_the_largest_request_may_come_slowly() -> None:

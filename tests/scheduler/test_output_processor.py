@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from scheduler_svc.output.output_processor import Delivery, OutputProcessor
 from scheduler_svc.output.request_stream import RequestStream
 from scheduler_svc.text.tokenizer import Tokenizer
 from tests.tiny_models import write_byte_tokenizer
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -116,16 +116,16 @@ def test_tokens_wait_for_one_another_until_there_are_enough_or_one_ends(tokenize
     time.sleep(0.05)
     assert not times_ns, "four tokens wait"
     outputs.put(first, second)
-    wait_for(lambda: len(times_ns) == 3)
+    wait_until(lambda: len(times_ns) == 3)
     outputs.put(second)
     outputs.put(first, reason=FinishReason.LENGTH)
-    wait_for(lambda: "first" in outputs.messages)
+    wait_until(lambda: "first" in outputs.messages)
     (delta,) = outputs.messages["first"]
     assert (delta.text, delta.finish_reason) == ("xxxx", FinishReason.LENGTH)
     assert len(times_ns) == 4 and times_ns == sorted(set(times_ns)), "each by when its answer came"
     outputs.put(second)
     outputs.processor.put_end(second, FinishReason.ABORT, "")
-    wait_for(lambda: "second" in outputs.messages)
+    wait_until(lambda: "second" in outputs.messages)
     assert outputs.messages["second"][0].text == "xxxxx"
     outputs.processor.stop()
 
@@ -138,13 +138,6 @@ def test_what_waits_is_made_when_the_thread_stops(tokenizer):
     outputs.put(group)
     outputs.processor.stop()
     assert outputs.messages["one"][0].text == "x"
-
-
-def wait_for(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_logprobs_go_to_those_who_asked():

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
 from scheduler_svc.engine import statistics
 from tests.scheduler.hand_turned_loop import Loop
-
-
-async def until(holds: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.005)
+from tests.waiting import until
 
 
 async def test_throughput_is_that_of_the_interval_and_idle_ones_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from scheduler_svc.engine import turn_watch
 from scheduler_svc.engine.turn_watch import Turns, TurnWatch
 from scheduler_svc.vital_parts import VitalParts
 from tests.fakes import FakeWorker, say_forever
+from tests.waiting import wait_until
 
 SCHEDULER = """
 import sys, threading
@@ -68,10 +69,7 @@ def turning(monkeypatch: pytest.MonkeyPatch) -> Iterator[Turning]:
 
 
 def _wait_for_failure(vital: VitalParts) -> str:
-    deadline = time.monotonic() + 10
-    while not vital.failure:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: vital.failure)
     return vital.failure
 
 

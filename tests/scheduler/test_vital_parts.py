@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,13 +30,7 @@ from scheduler_svc.serving import Serving
 from scheduler_svc.vital_parts import ServiceBroken, VitalParts
 from scheduler_svc.workers.worker_client import WorkerClient
 from tests.fakes import FakeWorker
-
-
-def wait(until: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 10
-    while not until():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+from tests.waiting import wait_until
 
 
 def fail(*_: object) -> None:
@@ -100,16 +93,16 @@ def test_every_thread_of_a_scheduler_is_vital(monkeypatch: pytest.MonkeyPatch, p
         serving = Serving(SchedulerConfig(worker=(worker.address,)), lambda delivery: None)
         serving.start()
         try:
-            wait(lambda: serving.is_ready)
+            wait_until(lambda: serving.is_ready)
             group = serving.frontend.prepare(pb.GenerateRequest(request_id="one", prompt="say|"))
             monkeypatch.setattr(*LIVING[part], fail)
             serving.engine.submit(group)
             if part == "worker-":
                 worker.kill()
-            wait(lambda: serving.vital.failure)
+            wait_until(lambda: serving.vital.failure)
             assert serving.vital.failure.startswith(part) and "KeyError: 'broken'" in serving.vital.failure
             assert not serving.is_ready
-            wait(lambda: serving.engine.is_closed)
+            wait_until(lambda: serving.engine.is_closed)
             with pytest.raises(NotReady):
                 serving.engine.submit(serving.frontend.prepare(pb.GenerateRequest(request_id="two", prompt="say|")))
         finally:
@@ -130,10 +123,10 @@ def test_what_follows_names_is_vital_and_survives_every_resolver(monkeypatch: py
     serving = Serving(SchedulerConfig(worker=("dns:///workers:1",)), lambda delivery: None)
     serving.start()
     try:
-        wait(lambda: len(asked) > 6)
+        wait_until(lambda: len(asked) > 6)
         assert serving.vital.failure == ""
         monkeypatch.setattr("scheduler_svc.workers.worker_pool.resolve", fail)
-        wait(lambda: serving.vital.failure)
+        wait_until(lambda: serving.vital.failure)
         assert serving.vital.failure.startswith("worker-names: KeyError")
     finally:
         serving.stop()
@@ -149,7 +142,7 @@ def test_the_metrics_thread_is_vital(monkeypatch: pytest.MonkeyPatch) -> None:
     vital = VitalParts()
     metrics = MetricsServer(CollectorRegistry(), "127.0.0.1", 0, vital)
     metrics._loop.call_soon_threadsafe(metrics._loop.stop)
-    wait(lambda: vital.failure)
+    wait_until(lambda: vital.failure)
     assert vital.failure.startswith("metrics: ")
     metrics.stop()
     other = VitalParts()

@@ -7,7 +7,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -22,13 +22,7 @@ from scheduler_svc.serving import Serving
 from scheduler_svc.workers import worker_client, worker_pool
 from scheduler_svc.workers.worker_pool import WorkerPool
 from tests.fakes import VOCAB_SIZE, FakeWorker
-
-
-def until(holds: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+from tests.waiting import wait_until
 
 
 @contextmanager
@@ -51,31 +45,31 @@ def test_addresses_of_a_name_come_and_go_and_who_serves_stays(monkeypatch: pytes
     monkeypatch.setattr(worker_pool, "resolve", lambda name: set(found))
     with FakeWorker() as first, FakeWorker() as second, pool_of("dns:///workers:1") as pool:
         found.add(first.address)
-        until(lambda: _serving(pool) == {first.address})
+        wait_until(lambda: _serving(pool) == {first.address})
         found.add(second.address)
-        until(lambda: _serving(pool) == {first.address, second.address})
+        wait_until(lambda: _serving(pool) == {first.address, second.address})
         found.remove(first.address)
         found.add("127.0.0.1:1")
-        until(lambda: "127.0.0.1:1" in pool.clients)  # so it has looked since
+        wait_until(lambda: "127.0.0.1:1" in pool.clients)  # so it has looked since
         assert first.address in pool.clients, "no answer of a name server takes a worker that serves"
         found.remove("127.0.0.1:1")
         first.kill()
-        until(lambda: set(pool.clients) == _serving(pool) == {second.address})
+        wait_until(lambda: set(pool.clients) == _serving(pool) == {second.address})
 
 
 def test_a_worker_that_another_is_to_hold_is_given_back_with_its_answers_and_may_come_again() -> None:
     with FakeWorker(delay_s=0.01) as first, FakeWorker(delay_s=0.01) as second, pool_of() as pool:
         both = [first.address, second.address]
         pool.hold(both)
-        until(lambda: _serving(pool) == set(both))
+        wait_until(lambda: _serving(pool) == set(both))
         with pool_of() as other:
             other.hold([second.address])
             pool.hold([first.address])
-            until(lambda: _serving(pool) == {first.address} and _serving(other) == {second.address})
+            wait_until(lambda: _serving(pool) == {first.address} and _serving(other) == {second.address})
             assert set(pool.clients) == {first.address}
             other.hold([])
             pool.hold(both)
-            until(lambda: _serving(pool) == set(both) and not _serving(other))
+            wait_until(lambda: _serving(pool) == set(both) and not _serving(other))
         assert second.num_leases == 3
 
 
@@ -85,7 +79,7 @@ def test_one_that_cannot_be_reached_is_given_up_at_once() -> None:
         (client,) = pool.clients.values()
         pool.hold([])
         assert not pool.clients
-        until(lambda: not client._thread.is_alive())
+        wait_until(lambda: not client._thread.is_alive(), seconds=10)
 
 
 def test_one_whose_lease_is_still_waited_for_never_joins_after_it_is_given_up() -> None:
@@ -103,10 +97,10 @@ def test_one_whose_lease_is_still_waited_for_never_joins_after_it_is_given_up() 
         pool.hold([worker.address])
         (client,) = pool.clients.values()
         assert asked.wait(60)
-        until(lambda: client._stream is not None)
+        wait_until(lambda: client._stream is not None)
         pool.hold([])
         grants.set()
-        until(lambda: not client._thread.is_alive())
+        wait_until(lambda: not client._thread.is_alive(), seconds=10)
         assert not pool.engine.call(lambda: pool.engine.workers).result()
 
 
@@ -116,12 +110,12 @@ def test_one_that_joins_while_it_is_drained_is_drained() -> None:
         pool.engine.call(goes_on.wait)  # the step loop stands still
         pool.hold([worker.address])
         (client,) = pool.clients.values()
-        until(lambda: client.state.health == pb.WORKER_HEALTH_SERVING)
+        wait_until(lambda: client.state.health == pb.WORKER_HEALTH_SERVING)
         draining = executor.submit(pool.drain, worker.address)
-        until(lambda: len(pool.engine._inbox) >= 2)  # it joins, and it is drained
+        wait_until(lambda: len(pool.engine._inbox) >= 2)  # it joins, and it is drained
         goes_on.set()
         assert draining.result(10) == 0
-        until(lambda: "it was drained" in client.state.problem)
+        wait_until(lambda: "it was drained" in client.state.problem)
         assert not _serving(pool)
 
 
@@ -138,20 +132,20 @@ def test_a_worker_initialises_while_its_tokenizer_is_fetched_and_made() -> None:
             return super().Initialize(request, context)
 
     with Eager() as worker, pool_of(worker.address) as pool:
-        until(lambda: _serving(pool) == {worker.address})
+        wait_until(lambda: _serving(pool) == {worker.address})
         assert pool.models.default().tokenizer.encode("a")
 
 
 def test_no_more_workers_than_it_may_have_and_another_one_when_one_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_client, "LEASED_RETRY_S", 0.05)
     with FakeWorker() as first, FakeWorker() as second, pool_of(first.address, max_workers=1) as pool:
-        until(lambda: _serving(pool) == {first.address})
+        wait_until(lambda: _serving(pool) == {first.address})
         pool._add(second.address)
         refused = pool.clients[second.address]
-        until(lambda: refused.state.health == pb.WORKER_HEALTH_REFUSED)
+        wait_until(lambda: refused.state.health == pb.WORKER_HEALTH_REFUSED)
         assert "there are 1 workers already (--max-workers)" in refused.state.problem
         first.kill()
-        until(lambda: _serving(pool) == {second.address})
+        wait_until(lambda: _serving(pool) == {second.address})
 
 
 @pytest.mark.parametrize(
@@ -173,7 +167,7 @@ def test_a_worker_that_is_not_what_it_says_is_refused(field: str, value: Any, sa
         setattr(worker._info, field, value)
         with pool_of(worker.address) as pool:
             client = pool.clients[worker.address]
-            until(lambda: client.state.health == pb.WORKER_HEALTH_REFUSED)
+            wait_until(lambda: client.state.health == pb.WORKER_HEALTH_REFUSED)
             assert re.search(says, client.state.problem) and not _serving(pool)
 
 
@@ -202,7 +196,7 @@ def test_sizes_that_no_worker_has_are_refused_before_anything_is_made_of_them(fi
 
     with Rogue() as worker, pool_of(worker.address) as pool:
         client = pool.clients[worker.address]
-        until(lambda: client.state.health == pb.WORKER_HEALTH_REFUSED)
+        wait_until(lambda: client.state.health == pb.WORKER_HEALTH_REFUSED)
         assert "can be" in client.state.problem and not pool.models.known and not worker.num_leases
 
 
@@ -218,11 +212,11 @@ def test_who_is_wrong_time_after_time_is_asked_ever_more_rarely(monkeypatch: pyt
     with Rogue() as worker:
         worker._info.vocab_size = 0
         with pool_of(worker.address) as pool:
-            until(lambda: len(asked_s) >= 5)
+            wait_until(lambda: len(asked_s) >= 5)
             gaps = [later - earlier for earlier, later in itertools.pairwise(asked_s)]
             assert all(gap >= 0.05 * 2**number for number, gap in enumerate(gaps))
             worker._info.vocab_size = VOCAB_SIZE
-            until(lambda: _serving(pool) == {worker.address})
+            wait_until(lambda: _serving(pool) == {worker.address})
 
 
 @pytest.mark.parametrize("first", ["nothing", "end", "another lease", "heartbeat"])
@@ -241,7 +235,7 @@ def test_a_stream_that_does_not_begin_with_its_lease_is_given_up(first: str, mon
 
     with Rogue() as worker, pool_of(worker.address) as pool:
         client = pool.clients[worker.address]
-        until(lambda: client.state.health == pb.WORKER_HEALTH_REFUSED)
+        wait_until(lambda: client.state.health == pb.WORKER_HEALTH_REFUSED)
         assert "lease" in client.state.problem or "without a word" in client.state.problem
         assert not _serving(pool) and not pool.engine.workers
 
@@ -256,8 +250,8 @@ def test_a_worker_that_could_never_join_defines_nothing(monkeypatch: pytest.Monk
             yield
 
     with Held(model_hash="held") as held, FakeWorker() as right, pool_of(held.address) as pool:
-        until(lambda: "another scheduler" in pool.clients[held.address].state.problem)
+        wait_until(lambda: "another scheduler" in pool.clients[held.address].state.problem)
         assert not pool.models.known
         pool._add(right.address)
-        until(lambda: _serving(pool) == {right.address})
+        wait_until(lambda: _serving(pool) == {right.address})
         assert [each.model.model_hash for each in pool.models.known] == ["fake"]

@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.waiting import wait_until
 from tests.worker.fake_model import FakeModel, fake_config
-from tests.worker.test_worker import eventually
 from worker_svc.config import WorkerConfig
 from worker_svc.host import touch_ahead
 from worker_svc.host.touch_ahead import TouchAhead, provide
@@ -113,12 +113,13 @@ def test_a_worker_asks_from_its_first_lease_on(monkeypatch: pytest.MonkeyPatch) 
     assert not asked
     worker.begin(1).result(60)
     parts = [part.data_ptr() for layer in runner.cache.layers for part in layer]
-    eventually(lambda: asked == parts)  # each has less than a piece
+    wait_until(lambda: asked == parts, seconds=60)  # each has less than a piece
     # For other limits there is another cache: nobody holds on to the one before.
     first = weakref.ref(runner.cache.store)
     worker.initialize(replace(worker.bounds, max_num_seqs=2)).result(60)
     assert first() is None
-    eventually(lambda: asked[len(parts) :] == [part.data_ptr() for layer in runner.cache.layers for part in layer])
+    again = [part.data_ptr() for layer in runner.cache.layers for part in layer]
+    wait_until(lambda: asked[len(parts) :] == again, seconds=60)
 
 
 def _are_there(memory: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from structlog.testing import capture_logs
 from kernels import select
 from octavo.shared.cores import allowed_cores
 from protos import worker_pb2
+from tests.waiting import wait_until
 from tests.worker.fake_model import FakeModel, decode, fake_config, next_token, prefill, tokens_of
 from tests.worker.replayed_graphs import ReplayedGraphs
 from worker_svc.cache.cache_sizing import CacheSizes, size_cache
@@ -62,13 +63,6 @@ class HeldOutput:
         return tuple(tensor.numpy() for tensor in self._tensors)
 
 
-def eventually(holds: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
-
-
 class Run:
     """A worker with a lease and held outputs."""
 
@@ -86,7 +80,7 @@ class Run:
             self.worker.submit(1, step, time.perf_counter_ns(), self.results.append)
 
     def launched(self, count: int) -> None:
-        eventually(lambda: self.model.num_forwards == self.num_forwards + count)
+        wait_until(lambda: self.model.num_forwards == self.num_forwards + count, seconds=DEADLINE_S)
 
 
 def test_the_next_step_is_launched_while_outputs_are_waited_for() -> None:
@@ -97,7 +91,7 @@ def test_the_next_step_is_launched_while_outputs_are_waited_for() -> None:
     run.launched(3)
     assert run.results == [] and run.worker.running[0] == 1
     run.outputs.may_arrive.set()
-    eventually(lambda: len(run.results) == 3)
+    wait_until(lambda: len(run.results) == 3, seconds=DEADLINE_S)
     assert [result.step_id for result in run.results] == [1, 2, 3]
     first = next_token(3, 0)
     assert [tokens_of(result) for result in run.results[:2]] == [[first], [next_token(first, 1)]]
@@ -215,7 +209,7 @@ def test_steps_beside_busy_neighbours_take_fewer_threads() -> None:
             worker.submit(1, worker_pb2.Step(step_id=len(results) + 1), time.perf_counter_ns(), results.append)
             return worker.thread.call(torch.get_num_threads).result(DEADLINE_S) == 1
 
-        eventually(a_step_takes_one_thread)
+        wait_until(a_step_takes_one_thread, seconds=DEADLINE_S)
     finally:
         for neighbour in neighbours:
             neighbour.kill()
