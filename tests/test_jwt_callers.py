@@ -265,17 +265,17 @@ def test_what_was_read_last_stays_while_the_url_gives_nothing_better(fault: str)
             issuer.status, issuer.location = 302, url
         else:
             issuer.keys = {"keys": [{"kty": "oct", "k": "AAAA", "kid": "e"}]}
-        wait_until(lambda: source.num_failures > 1)
+        wait_until(lambda: source.num_failures > 1, seconds=5)
         assert source.find("e")
         issuer.status, issuer.location, issuer.keys = 200, "", {"keys": [jwk("EC", OTHER_EC, "new")]}
-        wait_until(lambda: source.find("new"))
+        wait_until(lambda: source.find("new"), seconds=5)
 
 
 def test_an_issuer_can_take_all_of_its_keys_back() -> None:
     with issuing() as (issuer, url), source_of(url, refresh_s=0.02, pause_s=0.01) as source:
-        wait_until(lambda: source.find("e"))
+        wait_until(lambda: source.find("e"), seconds=5)
         issuer.keys = {"keys": []}
-        wait_until(lambda: source.find("e") is None)
+        wait_until(lambda: source.find("e") is None, seconds=5)
         assert source.num_failures == 0
 
 
@@ -298,7 +298,7 @@ def test_a_server_whose_issuer_cannot_be_reached_starts_and_knows_no_token_until
     with source_of(url, pause_s=0.02) as source:
         assert source.find("e") is None and source.num_failures >= 1
         with issuing(port):
-            wait_until(lambda: source.find("e"))
+            wait_until(lambda: source.find("e"), seconds=5)
 
 
 # ---- beside keys ----------------------------------------------------------------------------------------------------
