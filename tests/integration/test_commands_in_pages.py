@@ -80,6 +80,10 @@ ELSEWHERE = {
         "tests/integration/test_parallel_ranks.py",
         "--pipeline-parallel-size=2",
     ),
+    "octavo scheduler --worker 127.0.0.1:50061 --worker 127.0.0.1:50062": (
+        "tests/integration/test_adapters.py",
+        "--worker",
+    ),
     "octavo scheduler --worker 127.0.0.1:50061 --keys-file keys.yaml": (
         "tests/integration/test_access.py",
         "--keys-file",

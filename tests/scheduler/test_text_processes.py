@@ -260,6 +260,7 @@ async def test_one_that_dies_between_a_look_and_its_kill_has_ended_all_the_same(
     await process._ended
     monkeypatch.setattr(killable_process.KillableProcess, "has_ended", False)
     await process.kill()
+    assert not psutil.pid_exists(process.pid)
 
 
 async def test_whoever_waits_is_refused_where_no_process_can_be_started(
