@@ -66,7 +66,7 @@ def blocks() -> dict[str, str]:
         "way-out": _way_out(),
         "gateway-cost": _gateway_cost(),
         "loading": _loading(),
-        "ready": "\n\n".join(_ready(machine) for machine in (ZEN5, ZEN3)),
+        "ready": "\n\n".join(_ready(machine) for machine in (ZEN5, ZEN4, ZEN3)),
         "sampler": _sampler(),
         "quantization-quality": _quantization_quality(),
         "fp8-cache-quality": _fp8_cache_quality(),
