@@ -16,9 +16,10 @@
 //
 // Few rows take keys and values from where they lie in the cache: 16 keys by 16 elements are loaded, transposed in
 // registers and multiplied. Blocks lie anywhere, so the processor does not see the next ones coming; what is read two
-// runs of 16 keys later is prefetched. Within a block key/value heads lie side by side, and memory is quicker by larger
-// pieces. So where there are enough items, one has several of these heads, which take turns at each 64 keys. Many rows
-// share a copy of a tile: keys transposed, values as float32.
+// runs of 16 keys later is prefetched, to the second cache level, as more lines can be on their way to that. Within a
+// block key/value heads lie side by side, and memory is quicker by larger pieces. So where there are enough items, one
+// has several of these heads, which take turns at each 64 keys. Many rows share a copy of a tile: keys transposed,
+// values as float32.
 //
 // Every row's sums run in one order: over the head's elements, over key tiles that start at multiples of 64, over their
 // keys. Segments of 2,048 keys, which start at multiples of that, have a softmax each; these are put together in order
@@ -164,7 +165,8 @@ void score_runs(const float *q, i64 size, const S *const *keys, const S *const *
     for (i64 d = 0; d < size; d += LANES) {
 #pragma GCC unroll 2
         for (int run = 0; run < COUNT; run++) {
-            for (i64 i = 0; i < LANES * LANES * (i64)sizeof(S); i += CACHE_LINE) prefetch(at(soon[run] + d * RUN, i));
+            for (i64 i = 0; i < LANES * LANES * (i64)sizeof(S); i += CACHE_LINE)
+                prefetch_second_level(at(soon[run] + d * RUN, i));
             F lines[LANES];
 #pragma GCC unroll 16
             for (int key = 0; key < RUN; key++) lines[key] = load(keys[run] + key * size + d);
@@ -211,7 +213,7 @@ void add_values(const float *p, const S *line, i64 size, i64 num_keys, float *ac
         for (int v = 0; v < WIDTH; v++) sums[r][v] = load(acc + r * size + v * LANES);
     for (i64 key = 0; key < num_keys; key++, line += size, soon += WIDTH * LANES) {
 #pragma GCC unroll 4
-        for (int i = 0; i < WIDTH * LANES * (int)sizeof(S); i += CACHE_LINE) prefetch(at(soon, i));
+        for (int i = 0; i < WIDTH * LANES * (int)sizeof(S); i += CACHE_LINE) prefetch_second_level(at(soon, i));
         F values[WIDTH];
 #pragma GCC unroll 4
         for (int v = 0; v < WIDTH; v++) values[v] = load(line + v * LANES);

@@ -49,7 +49,10 @@ void tile(const char *x, i64 x_stride, const char *w, i64 depth, const float *s,
 #pragma GCC unroll 3
         for (int v = 0; v < COLUMNS; v++) weights[v] = Weight::read(w + v * Weight::VECTOR);
 #pragma GCC unroll 3
-        for (int i = 0; i < COLUMNS * Weight::VECTOR; i += CACHE_LINE) prefetch(soon + i);
+        for (int i = 0; i < COLUMNS * Weight::VECTOR; i += CACHE_LINE) {
+            if (ROWS == 1) prefetch_second_level(soon + i);  // memory is the bound, and more lines can be under way
+            else prefetch(soon + i);
+        }
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
             F factor = splat_at((const float *)(x + r * x_stride));

@@ -39,7 +39,8 @@ void tile_of_bytes(const Group *groups, i64 stride, i64 num_groups, const char *
 #pragma GCC unroll 3
             for (int p = 0; p < COLUMNS; p++)
 #pragma GCC unroll 8
-                for (int i = 0; i < QUADS; i++) prefetch(weight + p * panel_stride + SOON_BYTES + i * CACHE_LINE);
+                for (int i = 0; i < QUADS; i++)
+                    prefetch_second_level(weight + p * panel_stride + SOON_BYTES + i * CACHE_LINE);
         }
         I sums[NUM][COLUMNS][CHAINS];
 #pragma GCC unroll 4
