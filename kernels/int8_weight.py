@@ -22,7 +22,7 @@ PANEL = 16  # outputs
 GROUP = 32  # inputs, which share a scale of the activations
 QUAD = 4  # inputs that one instruction multiplies and sums
 ZERO = 128
-QUAD_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # of eight inputs: of as many codes of 4 bits in a word one mask takes the former
+QUAD_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # of eight inputs: of a word of eight 4-bit codes one mask gives the even ones
 _PLACES = [QUAD_ORDER.index(i) for i in range(len(QUAD_ORDER))]
 
 

@@ -91,5 +91,4 @@ def test_a_number_of_threads_in_the_environment_is_left_to_workers(monkeypatch, 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     _, (_, worker) = plan(ServeConfig(), SchedulerConfig(port=0), WorkerConfig(num_threads=asked))
     assert worker.environment["OMP_NUM_THREADS"] == "1"
-    assert (f"--num-threads={asked}" in worker.command) == told
     assert any("--num-threads" in argument for argument in worker.command) == told

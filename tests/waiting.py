@@ -9,7 +9,7 @@ from collections.abc import Callable
 PAUSE_S = 0.005  # between two looks
 
 
-def wait_until(holds: Callable[[], object], what: str = "", seconds: float = 30.0) -> None:
+def wait_until(holds: Callable[[], object], what: str = "", seconds: float = 10.0) -> None:
     """Returns once `holds` returns something true. Raises AssertionError that names `what` after so many seconds."""
     deadline = time.monotonic() + seconds
     while not holds():
@@ -17,7 +17,7 @@ def wait_until(holds: Callable[[], object], what: str = "", seconds: float = 30.
         time.sleep(PAUSE_S)
 
 
-async def until(holds: Callable[[], object], what: str = "", seconds: float = 30.0) -> None:
+async def until(holds: Callable[[], object], what: str = "", seconds: float = 10.0) -> None:
     """As `wait_until`, where the event loop goes on meanwhile; `holds` itself is no coroutine function."""
     deadline = time.monotonic() + seconds
     while not holds():

@@ -77,7 +77,7 @@ def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -
     ports = free_ports(serve.workers, besides=taken)
     num_ranks = worker.num_ranks
     threads = worker.num_threads
-    if not threads and "OMP_NUM_THREADS" not in os.environ:  # which a worker obeys that is told no number
+    if not threads and not os.environ.get("OMP_NUM_THREADS"):  # which a worker obeys that is told no number
         threads = max(1, available_cores() // (serve.workers * num_ranks))
     worker = dataclasses.replace(worker, num_threads=threads, memory_share=worker.memory_share / serve.workers)
     scheduler = dataclasses.replace(

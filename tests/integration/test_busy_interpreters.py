@@ -45,7 +45,7 @@ def test_interpreters_that_are_held_for_seconds_lose_no_lease_and_a_stopped_work
     serving = Serving(SchedulerConfig(worker=(address,)), deliveries.put)
     serving.start()
     try:
-        wait_until(lambda: serving.is_ready and bool(serving.engine.workers), "a worker joins")
+        wait_until(lambda: serving.is_ready and bool(serving.engine.workers), "a worker joins", seconds=TIMEOUT_S)
         params = pb.SamplingParams(temperature=0, ignore_eos=True, max_tokens=40)
         tokens = generate(serving, deliveries, params)
         for _ in range(10):
@@ -62,10 +62,10 @@ def test_interpreters_that_are_held_for_seconds_lose_no_lease_and_a_stopped_work
         assert min(EXPIRY_S, SILENCE_LIMIT_NS / 1e9) > 2 * HOLD_S, "or it is a message's absence that tells"
         process.send_signal(signal.SIGSTOP)
         stopped_s = time.monotonic()
-        wait_until(lambda: not serving.engine.workers, "a stopped worker is found")
+        wait_until(lambda: not serving.engine.workers, "a stopped worker is found", seconds=TIMEOUT_S)
         assert time.monotonic() - stopped_s < 4
         process.send_signal(signal.SIGCONT)
-        wait_until(lambda: bool(serving.engine.workers), "a worker that goes on joins again")
+        wait_until(lambda: bool(serving.engine.workers), "a worker that goes on joins again", seconds=TIMEOUT_S)
         assert serving.engine.workers[0].epoch == 2
     finally:
         serving.stop()

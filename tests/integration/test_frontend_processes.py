@@ -219,7 +219,7 @@ async def test_a_lost_frontend_takes_its_requests_along_and_no_others_and_anothe
                 last = (await rest_of(kept))[-1]
                 assert last.usage.completion_tokens == 100, "the other frontend's request went on"
                 await nothing_runs(stays)
-                await until(lambda: len(frontends_of(it)) == 2, "another frontend")
+                await until(lambda: len(frontends_of(it)) == 2, "another frontend", seconds=DEADLINE_S)
             async with a_client_of_each_frontend(it) as clients:
                 assert goes.frontend.pid not in [client.frontend.pid for client in clients]
                 for client in clients:
@@ -229,8 +229,10 @@ async def test_a_lost_frontend_takes_its_requests_along_and_no_others_and_anothe
 
 async def test_the_client_library_goes_on_at_another_frontend(slow):
     params = SamplingParams(max_tokens=100, seed=3)
-    await until(lambda: len(frontends_of(slow)) == 2, "both frontends")
-    await until(lambda: not any(map(_num_clients, frontends_of(slow))), "the end of others' connections")
+    await until(lambda: len(frontends_of(slow)) == 2, "both frontends", seconds=DEADLINE_S)
+    await until(
+        lambda: not any(map(_num_clients, frontends_of(slow))), "the end of others' connections", seconds=DEADLINE_S
+    )
     async with AsyncClient(slow.address) as client:
         wanted = await client.complete("say|", params)
         frontends, tokens = frontends_of(slow), list[int]()
@@ -240,19 +242,19 @@ async def test_the_client_library_goes_on_at_another_frontend(slow):
                 its.kill()
             tokens += [token for part in output.outputs for token in part.token_ids]
         assert tokens == list(wanted.outputs[0].token_ids)
-    await until(lambda: len(frontends_of(slow)) == 2, "another frontend")
+    await until(lambda: len(frontends_of(slow)) == 2, "another frontend", seconds=DEADLINE_S)
 
 
 async def test_frontends_end_with_a_core_that_is_killed():
     """As they are started at a terminal: each in an interpreter of its own."""
     with FakeWorker() as worker, scheduler(f"--worker={worker.address}", "--frontends=2", is_forked=False) as it:
         it.wait_until_ready()
-        await until(lambda: len(frontends_of(it)) == 2, "both frontends")
+        await until(lambda: len(frontends_of(it)) == 2, "both frontends", seconds=DEADLINE_S)
         frontends = frontends_of(it)
         mapped = {mapping.path for process in frontends for mapping in process.memory_maps()}
         assert not [path for path in mapped if "/torch/" in path], "they compute nothing"
         it.process.send_signal(signal.SIGKILL)
-        await until(lambda: not any(_is_alive(process) for process in frontends), "their end")
+        await until(lambda: not any(_is_alive(process) for process in frontends), "their end", seconds=DEADLINE_S)
 
 
 def _is_alive(process: psutil.Process) -> bool:

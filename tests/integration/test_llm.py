@@ -235,7 +235,7 @@ def test_threads_share_a_model_and_one_that_fails_leaves_the_others_alone(llm, m
         thread.join(60)
         assert not thread.is_alive()
     assert right == dict.fromkeys(PROMPTS, True) and len(raised) == 1
-    wait_until(lambda: not llm._embedded.engine.live_groups())
+    wait_until(lambda: not llm._embedded.engine.live_groups(), seconds=30)
     assert llm.generate(PROMPTS[0], LONG, use_tqdm=False)[0].outputs[0].token_ids == expected[PROMPTS[0]]
 
 
@@ -253,8 +253,8 @@ def test_ctrl_c_within_a_queue_of_the_scheduler_leaves_no_half_of_a_request(llm,
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["interrupted"] * 3, LONG, use_tqdm=False)
     assert type(queue).add is add, "it came to that"
-    wait_until(lambda: not llm._embedded.engine.live_groups() and not queue)
-    wait_until(lambda: not llm._embedded.engine._live._num_by_model)
+    wait_until(lambda: not llm._embedded.engine.live_groups() and not queue, seconds=30)
+    wait_until(lambda: not llm._embedded.engine._live._num_by_model, seconds=30)
     assert llm.generate(PROMPTS[0], LONG, use_tqdm=False)[0].outputs[0].token_ids
 
 
@@ -306,7 +306,7 @@ def test_runs_with_one_seed_are_equal_and_their_requests_are_not(folder, monkeyp
     assert worker is not None and '"throughput"' in capsys.readouterr().err
     del llm
     gc.collect()
-    wait_until(lambda: worker.poll() is not None)
+    wait_until(lambda: worker.poll() is not None, seconds=30)
     with LLMEngine(str(folder), **options) as engine:
         for number, each in enumerate(params):
             engine.add_request(str(number), {"prompt": "x"}, each)
@@ -356,7 +356,7 @@ def test_a_script_needs_no_main_guard_nor_an_end_and_a_fork_does_no_harm(folder,
     first, forked, second, worker = done.stdout.splitlines()
     assert (first, second, done.returncode) == ("1", "2", 0) and "made in another process" in forked
     assert "Traceback" not in done.stderr and "tokens/s" in done.stderr
-    wait_until(lambda: not Path(f"/proc/{worker}").exists())
+    wait_until(lambda: not Path(f"/proc/{worker}").exists(), seconds=30)
 
 
 def test_ctrl_c_within_a_step_of_the_engine_breaks_no_request(folder, llm, monkeypatch):

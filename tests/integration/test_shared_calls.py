@@ -122,7 +122,7 @@ async def test_streams_share_a_call_and_each_gets_its_own(scheduler: Scheduler, 
     assert [text_of(each) for each in came] == ["abc!", "xyz!", "klm!"]
     assert all(each[-1].usage.completion_tokens == 4 for each in came)
     assert (scheduler.num_shared_calls, scheduler.num_own_calls) == (1, 0)
-    await until(lambda: sorted(scheduler.core.forgotten) == ["r1", "r2", "r3"])
+    await until(lambda: sorted(scheduler.core.forgotten) == ["r1", "r2", "r3"], seconds=20)
 
 
 async def test_refusals_are_as_those_of_calls(scheduler: Scheduler, client: AsyncClient) -> None:
@@ -144,7 +144,7 @@ async def test_refusals_are_as_those_of_calls(scheduler: Scheduler, client: Asyn
 async def test_who_leaves_ends_one_request(scheduler: Scheduler, client: AsyncClient) -> None:
     leaving, staying = await begin(scheduler, client, "r1", "r2")
     await leaving.aclose()
-    await until(lambda: scheduler.core.abandoned == ["r1"])
+    await until(lambda: scheduler.core.abandoned == ["r1"], seconds=20)
     scheduler.core.say({"r1": "x", "r2": "y"}, FinishReason.LENGTH)
     assert text_of(await read_all(staying)) == "y"
 
@@ -170,7 +170,7 @@ async def test_some_have_a_call_of_their_own(
 ) -> None:
     monkeypatch.setattr(shared_calls, "MAX_REQUEST_BYTES", 100)
     reading = asyncio.create_task(read_all(client.stream(request("r1", **fields))))
-    await until(lambda: "r1" in scheduler.core.groups)
+    await until(lambda: "r1" in scheduler.core.groups, seconds=20)
     scheduler.core.say({"r1": "a"}, FinishReason.LENGTH)
     assert text_of(await reading) == "a"
     assert (scheduler.num_shared_calls, scheduler.num_own_calls) == (0, 1)
@@ -184,7 +184,7 @@ async def test_traces_of_their_own_do_not_part_requests(scheduler: Scheduler, cl
         asyncio.create_task(read_all(client.stream(request(name), metadata=metadata)))
         for name, metadata in (("r1", twice), ("r2", parents["r2"].fields()), ("r3", endless))
     ]
-    await until(lambda: len(scheduler.core.groups) == 3)
+    await until(lambda: len(scheduler.core.groups) == 3, seconds=20)
     traces = {name: group.trace for name, group in scheduler.core.groups.items()}
     assert traces["r3"] is None
     for name, parent in parents.items():
@@ -234,7 +234,7 @@ async def test_a_call_without_requests_is_ended_and_the_next_one_begun(
         scheduler.core.say({f"r{number}": "a"}, FinishReason.LENGTH)
         assert text_of(await read_all(stream)) == "a"
         assert scheduler.num_shared_calls == number
-        await until(lambda: not scheduler.service._shared_calls)
+        await until(lambda: not scheduler.service._shared_calls, seconds=20)
 
 
 async def test_a_scheduler_that_is_lost_is_a_pause_for_each(tmp_path: Any) -> None:
@@ -247,7 +247,7 @@ async def test_a_scheduler_that_is_lost_is_a_pause_for_each(tmp_path: Any) -> No
         reading = [asyncio.create_task(read_all(stream)) for stream in streams]
         await first.server.stop(None)
         second = await _start(tmp_path, first.port)
-        await until(lambda: {"r1", "r2"} <= set(second.core.groups))
+        await until(lambda: {"r1", "r2"} <= set(second.core.groups), seconds=20)
         second.core.say({"r1": "b", "r2": "y"}, FinishReason.LENGTH)
         assert [text_of(await each) for each in reading] == ["b", "y"]
         groups = second.core.groups
@@ -272,4 +272,4 @@ async def test_closing_a_client_ends_its_requests(scheduler: Scheduler) -> None:
     await client.close()
     with pytest.raises(RequestFailed):
         await anext(stream)
-    await until(lambda: scheduler.core.abandoned == ["r1"])
+    await until(lambda: scheduler.core.abandoned == ["r1"], seconds=20)

@@ -62,7 +62,10 @@ class Ends:
     async def check_nothing_is_kept(self) -> None:
         """Returns once neither end knows a request, nor the engine."""
         kept = (self.link._groups, self.link._numbers, self.link._answers, self.core_end._groups)
-        await until(lambda: not any(kept) and not self.core_end._submissions and not self.serving.engine.live_groups())
+        await until(
+            lambda: not any(kept) and not self.core_end._submissions and not self.serving.engine.live_groups(),
+            seconds=DEADLINE_S,
+        )
 
 
 @asynccontextmanager
@@ -75,7 +78,7 @@ async def both_ends(tmp_path, worker: FakeWorker, **options: object) -> AsyncIte
     server.add_insecure_port(address)
     await server.start()
     serving.start()
-    await until(lambda: serving.is_ready)
+    await until(lambda: serving.is_ready, seconds=DEADLINE_S)
     model = serving.frontend.model()
     model.tokenizer.save(tmp_path / "tokenizer")
     models = encode_models(serving.pool.models, lambda model: tmp_path / "tokenizer")
@@ -102,7 +105,7 @@ async def test_a_request_that_ends_by_itself(tmp_path):
     with FakeWorker(spell("abc")) as worker:
         async with both_ends(tmp_path, worker) as ends:
             group = await ends.submit(temperature=0.0)
-            await until(lambda: group.output.is_finished)
+            await until(lambda: group.output.is_finished, seconds=DEADLINE_S)
             message = group.output.next_message()
             assert message.outputs[0].text == "abc" and message.usage.completion_tokens == 4
             assert message.timings.queue_ns > 0 and group.first_scheduled_ns is not None
@@ -114,8 +117,10 @@ async def test_a_stop_string_ends_it_in_the_core(tmp_path):
     with FakeWorker(say_forever("abcdef"), delay_s=0.01) as worker:
         async with both_ends(tmp_path, worker) as ends:
             group = await ends.submit(temperature=0.0, stop=["de"])
-            await until(lambda: group.output.is_finished)
-            await until(lambda: not ends.serving.engine.live_groups())  # though its reader is still there
+            await until(lambda: group.output.is_finished, seconds=DEADLINE_S)
+            await until(
+                lambda: not ends.serving.engine.live_groups(), seconds=DEADLINE_S
+            )  # though its reader is still there
             output = group.output.next_message().outputs[0]
             assert (output.text, output.finish_reason) == ("abc", pb.FINISH_REASON_STOP)
             ends.leave(group)
@@ -128,7 +133,7 @@ async def test_the_end_of_one_output_is_not_that_of_another(tmp_path):
             group = await ends.submit(n=2, max_tokens=100, ignore_eos=True)
             (there,) = ends.serving.engine.live_groups()
             ends.link.finish_sequence(group.sequences[1])
-            await until(lambda: there.sequences[1].status is SequenceStatus.FINISHED)
+            await until(lambda: there.sequences[1].status is SequenceStatus.FINISHED, seconds=DEADLINE_S)
             assert there.unfinished() == [there.sequences[0]]
             ends.leave(group)
             await ends.check_nothing_is_kept()
@@ -138,7 +143,7 @@ async def test_a_reader_that_leaves_while_it_runs(tmp_path):
     with FakeWorker(delay_s=0.01) as worker:
         async with both_ends(tmp_path, worker) as ends:
             group = await ends.submit()
-            await until(lambda: group.output.is_ready)
+            await until(lambda: group.output.is_ready, seconds=DEADLINE_S)
             ends.leave(group)
             await ends.check_nothing_is_kept()
 
@@ -162,7 +167,7 @@ async def test_what_is_refused(tmp_path):
     with FakeWorker(delay_s=0.05, max_num_seqs=1) as worker:
         async with both_ends(tmp_path, worker, max_waiting_requests=1, worker_wait_timeout=5.0) as ends:
             running = await ends.submit("running")
-            await until(lambda: running.output.is_ready)
+            await until(lambda: running.output.is_ready, seconds=DEADLINE_S)
             with pytest.raises(DuplicateRequest):
                 await ends.submit("running")
             waiting = await ends.submit("waiting")
@@ -174,9 +179,9 @@ async def test_what_is_refused(tmp_path):
                 await ends.link.check_room(request, 0)
             await ends.link.check_room(pb.GenerateRequest(request_id="waiting"), 0)  # it is live: others answer it
             again = await ends.submit("waiting", replaces=True)
-            await until(lambda: waiting.output.is_finished)
+            await until(lambda: waiting.output.is_finished, seconds=DEADLINE_S)
             assert await ends.link.abort("running", None) and not await ends.link.abort("nobody's", None)
-            await until(lambda: running.output.is_finished)
+            await until(lambda: running.output.is_finished, seconds=DEADLINE_S)
             for group in (running, waiting, again):
                 ends.leave(group)
             await ends.check_nothing_is_kept()
@@ -228,6 +233,6 @@ async def test_requests_of_a_link_that_breaks_end(tmp_path):
         async with both_ends(tmp_path, worker) as ends:
             await ends.submit("one"), await ends.submit("two")
             ends.following.cancel()
-            await until(lambda: not ends.serving.engine.live_groups() and not ends.core_end._groups)
+            await until(lambda: not ends.serving.engine.live_groups() and not ends.core_end._groups, seconds=DEADLINE_S)
             with pytest.raises(NotReady):
                 await ends.submit("three")

@@ -310,7 +310,7 @@ async def test_calls_without_their_message_are_ended_after_a_time(server: Echo) 
     with http2.connection(server.address) as connection:
         await asyncio.to_thread(connection.sendall, _begun([1, 3, 5]))
         await until(lambda: server.calls._num_open)
-        await until(lambda: not server.calls._num_open, seconds=10)
+        await until(lambda: not server.calls._num_open)
     assert await server.ask() == b"hi" and server.received[-1] == b"hi"
 
 

@@ -130,11 +130,11 @@ async def test_each_request_is_prepared_for_its_own_model_and_models_come_and_go
                 await processes.tokenize(pb.TokenizeRequest(prompt="hey", model=name).SerializeToString())
             )
             assert tokens.max_model_len == (3000 if name == "other" else 5000)
-        await until(lambda: loaded() == [2, 2])
+        await until(lambda: loaded() == [2, 2], seconds=30)
         pids = processes.pids
         models = ServedModels.of(model)
         processes.expect(models)
-        await until(lambda: loaded() == [1, 1])
+        await until(lambda: loaded() == [1, 1], seconds=30)
         with pytest.raises(UnknownName, match="'tiny' is"):
             await processes.tokenize(pb.TokenizeRequest(prompt="hey", model="other").SerializeToString())
         assert processes.pids == pids, "none was started anew"
@@ -184,10 +184,10 @@ async def test_a_request_over_which_two_processes_die_fails_alone(model: ServedM
         asked = asyncio.create_task(processes.prepare(_chat("endless")))
         behind = asyncio.create_task(processes.prepare(_chat("hi")))
         for _ in range(2):
-            await until(lambda: processes.pids and psutil.Process(processes.pids[0]).cpu_times().user > 0.5)
+            await until(lambda: processes.pids and psutil.Process(processes.pids[0]).cpu_times().user > 0.5, seconds=30)
             (pid,) = processes.pids
             os.kill(pid, signal.SIGKILL)
-            await until(partial(_has_another, processes, pid))
+            await until(partial(_has_another, processes, pid), seconds=30)
         with pytest.raises(RuntimeError, match="2 text processes have died over this request"):
             await asked
         assert (await behind).token_ids == list(b"hi")
@@ -199,7 +199,7 @@ async def test_small_requests_pass_large_ones_and_the_first_large_one_is_served_
         large = ("x" * 2000 + " ") * (SMALL_BYTES // 2000 + 1)
         asked = [_chat(f"{large}{number} endless") for number in range(3)]
         endless = [asyncio.create_task(processes.prepare(data)) for data in asked]
-        await until(lambda: processes._running)
+        await until(lambda: processes._running, seconds=30)
         for _ in range(5):
             assert (await processes.prepare(_chat("hi"))).token_ids == list(b"hi")
             assert [job.data for job in processes._running] == asked[:1]
@@ -216,7 +216,7 @@ async def test_work_for_a_client_that_has_gone_is_dropped_and_closing_refuses_al
         first = asyncio.create_task(processes.prepare(_chat("hi")))
         gone = [asyncio.create_task(processes.prepare(_chat("endless"))) for _ in range(3)]
         behind = asyncio.create_task(processes.prepare(_chat("hi")))
-        await until(lambda: processes._running)
+        await until(lambda: processes._running, seconds=30)
         for each in gone:
             each.cancel()
         await asyncio.gather(*gone, return_exceptions=True)
@@ -225,7 +225,7 @@ async def test_work_for_a_client_that_has_gone_is_dropped_and_closing_refuses_al
             assert (await each).token_ids == list(b"hi")
         endless = asyncio.create_task(processes.prepare(_chat("endless")))
         waits = asyncio.create_task(processes.prepare(_chat("hi")))
-        await until(lambda: processes._running)
+        await until(lambda: processes._running, seconds=30)
         processes.close(NotReady("this server is draining"))
         for each in (endless, waits):
             with pytest.raises(NotReady, match="draining"):
@@ -241,11 +241,11 @@ async def test_one_that_is_killed_while_it_answers_at_length_ends(monkeypatch: p
     monkeypatch.setattr(killable_process, "COMMAND", (sys.executable, "-c", answers_for_ever))
     process = await killable_process.KillableProcess.start(lambda: None)
     asked = asyncio.create_task(process.ask(Ask.PREPARE, b""))
-    await until(lambda: len(process._stdout._buffer) > 1 << 18)  # type: ignore[attr-defined]  # of asyncio
+    await until(lambda: len(process._stdout._buffer) > 1 << 18, seconds=30)  # type: ignore[attr-defined]  # of asyncio
     asked.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asked
-    await until(lambda: process._stdout._paused)  # type: ignore[attr-defined]  # of asyncio
+    await until(lambda: process._stdout._paused, seconds=30)  # type: ignore[attr-defined]  # of asyncio
     async with asyncio.timeout(10):
         await process.kill()
     assert process.has_ended
@@ -294,7 +294,7 @@ async def test_processes_that_cannot_load_a_model_are_started_ever_less_often(
         monkeypatch.setattr(text_processes, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": pause}))
         with pytest.raises(RuntimeError, match="could not load the tokenizer"):
             await processes.prepare(_chat("hi"))
-        await until(lambda: len(pauses) == 3)
+        await until(lambda: len(pauses) == 3, seconds=30)
     assert pauses == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
 
 

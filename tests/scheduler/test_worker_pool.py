@@ -79,7 +79,7 @@ def test_one_that_cannot_be_reached_is_given_up_at_once() -> None:
         (client,) = pool.clients.values()
         pool.hold([])
         assert not pool.clients
-        wait_until(lambda: not client._thread.is_alive(), seconds=10)
+        wait_until(lambda: not client._thread.is_alive())
 
 
 def test_one_whose_lease_is_still_waited_for_never_joins_after_it_is_given_up() -> None:
@@ -100,7 +100,7 @@ def test_one_whose_lease_is_still_waited_for_never_joins_after_it_is_given_up() 
         wait_until(lambda: client._stream is not None)
         pool.hold([])
         grants.set()
-        wait_until(lambda: not client._thread.is_alive(), seconds=10)
+        wait_until(lambda: not client._thread.is_alive())
         assert not pool.engine.call(lambda: pool.engine.workers).result()
 
 

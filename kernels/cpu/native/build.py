@@ -237,10 +237,12 @@ def main() -> None:
             say(f"left out: {' '.join(compiler())} does not know {level}")
     else:
         levels = [best_level(usable_levels(), is_there, say)]
-    for level in levels if options.check else ():
-        with tempfile.TemporaryDirectory() as scratch:
-            compile_library(level, Path(scratch), is_checked=True)
-    for level in [name for name in levels if not is_there(name) and not options.check]:
+    if options.check:
+        for level in levels:
+            with tempfile.TemporaryDirectory() as scratch:
+                compile_library(level, Path(scratch), is_checked=True)
+        return
+    for level in [name for name in levels if not is_there(name)]:
         start = time.perf_counter()
         library_of(level, into, say, is_sanitized=options.sanitize)
         say(f"CPU kernels for {level}: {time.perf_counter() - start:.1f} s")
