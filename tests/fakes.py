@@ -13,6 +13,7 @@ import grpc
 import numpy as np
 
 from octavo.bench.byte_tokenizer import byte_tokenizer_files
+from octavo.shared.ports import free_port
 from octavo.shared.rpc import WORKER_SERVER_OPTIONS
 from protos import SCHEMA_REVISION, worker_pb2, worker_pb2_grpc
 from tests.scheduler.fake_language import content_of, logprobs_after
@@ -77,7 +78,8 @@ class _Spoken:
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
-    """A worker service on a free port of loopback, from `with` to the end of its block.
+    """A worker service on a free port of loopback, from `with` to the end of its block; nobody is handed that port by
+    chance after it.
 
     It answers the real messages. Behind them is a `SimulatedWorker`: a cache that does not hold what the scheduler
     takes it to hold ends the stream, and raises at the end of the `with` block. `received` and `answered` are the steps
@@ -144,7 +146,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         )
         self._server = grpc.server(futures.ThreadPoolExecutor(8), options=WORKER_SERVER_OPTIONS)
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{port or free_port()}")
         self.address = f"127.0.0.1:{self.port}"
 
     def __enter__(self) -> FakeWorker:

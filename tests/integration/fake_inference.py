@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 
@@ -165,7 +166,10 @@ class FakeInference(pb_grpc.InferenceServicer):
 
 
 class FakeServer:
-    """A gRPC server around `FakeInference` on a free port, with health; a context manager."""
+    """A gRPC server around `FakeInference` on a free port, with health; a context manager.
+
+    Nobody is handed that port by chance once it has stopped: another may take its place there.
+    """
 
     def __init__(self, port: int = 0, tls: tuple[bytes, bytes] | None = None) -> None:  # key, certificate
         self.inference = FakeInference()
@@ -175,7 +179,7 @@ class FakeServer:
         pb_grpc.add_InferenceServicer_to_server(self.inference, self._server)
         pb_grpc.add_ControlServicer_to_server(self.control, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
-        where = f"127.0.0.1:{port}"
+        where = f"127.0.0.1:{port or free_port()}"
         if tls is None:
             self.port = self._server.add_insecure_port(where)
         else:

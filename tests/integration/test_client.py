@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import shutil
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -167,24 +166,19 @@ def test_a_scheduler_that_comes_back_is_found(server: FakeServer) -> None:
     """Nobody listens for a while; then another process's worth of scheduler has the port."""
     server.inference.token_delay_s = 0.02
     received: list[RequestOutput] = []
-    another = FakeServer.__new__(FakeServer)
 
-    def restart() -> None:
+    def restart() -> FakeServer:
         server.stop()
         time.sleep(0.5)
-        another.__init__(server.port)  # type: ignore[misc]  # once more, at another port
-        another.__enter__()
+        return stack.enter_context(FakeServer(server.port))
 
-    thread = threading.Thread(target=restart)
-    with Client(server.address) as client:
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as pool, Client(server.address) as client:
         for output in client.generate("hello", SamplingParams(max_tokens=30, seed=1)):
             received.append(output)
             if len(received) == 5:
-                thread.start()
-    thread.join()
-    another.stop()
+                restarted = pool.submit(restart)
     assert tokens_of(received) == expected_tokens(1, 0, 30)
-    assert another.inference.requests[0].attempt >= 1
+    assert restarted.result().inference.requests[0].attempt >= 1
 
 
 def test_refusals_carry_status_fields_and_hint(server: FakeServer, generate: Any) -> None:
