@@ -16,7 +16,7 @@ namespace {
 const i64 MOST_ROWS = 4;       // of a tile; others have 2 or 1
 const i64 MANY_ROWS = 16;      // from which scales are made once for all tiles
 const i64 NARROW_ROWS = 2;     // up to which few registers take all columns at once
-const i64 SOON_BYTES = 4096;   // how far ahead tiles of fewer rows prefetch
+const i64 SOON_BYTES = 8192;   // how far ahead tiles of fewer rows prefetch
 const i64 HALF = GROUP / 2, QUADS_OF_HALF = HALF / 4;
 const i64 WORD_LINE = PANEL * 4;  // bytes
 
@@ -100,10 +100,7 @@ __attribute__((noinline)) void tile(const PanelProduct &work, const Group *group
             if (!HAS_SCALES && has_offsets) read_line<true>(records, record, line, lane, scales, offsets);
             else if (!HAS_SCALES) read_line<false>(records, record, line, lane, scales, offsets);
             for (const i64 end_of_line = smaller(k + layout.group, end); k < end_of_line; k += PIECE) {
-                for (i64 i = 0; i < lines; i++, next += CACHE_LINE) {
-                    if (ROWS < MOST_ROWS) prefetch(next);
-                    else prefetch_second_level(next);
-                }
+                for (i64 i = 0; i < lines; i++, next += CACHE_LINE) prefetch_second_level(next);
                 const i64 first = PIECE == GROUP ? 0 : k % GROUP;
                 auto minus_sum = [&](int r) INLINED {
                     const Group &group = groups[r * stride];
