@@ -83,6 +83,7 @@ sanitized = LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_l
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror kernels/cpu/native/*.cpp kernels/cpu/native/*.h
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --quiet tests/test_stubs.py
 

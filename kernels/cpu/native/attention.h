@@ -34,7 +34,7 @@ struct Parts {
 };
 
 i64 most_tiles(const Attention &attention);
-i64 cut_tiles(const Attention &attention, QueryTile *tiles);                  // how many
+i64 cut_tiles(const Attention &attention, QueryTile *tiles);  // how many
 // Of `attend` before slices are put together: more threads would find nothing to do.
 i64 attention_items(const Attention &attention, i64 num_tiles, i64 threads);
 i64 bytes_of_parts(const Attention &attention);

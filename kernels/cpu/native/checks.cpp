@@ -45,7 +45,8 @@ EXPORT float octavo_read_memory(const char *start, i64 bytes, i64 threads, i64 a
 }
 
 // `items` of work: a multiply-add to each of some sums that registers hold, so many times. There are more sums than an
-// instruction takes cycles, so that none waits for another. Returns how many numbers were multiplied: what they sum up to.
+// instruction takes cycles, so that none waits for another. Returns how many numbers were multiplied: what they sum up
+// to.
 EXPORT i64 octavo_multiply_add(i64 items, i64 times, i64 threads) {
     enum { SUMS = HAS_WIDE_REGISTERS ? 12 : 6 };
     i64 totals[1024] = {}, total = 0;

@@ -6,8 +6,8 @@
 // register holds, one of eight is widened and converted; where looking up takes more instructions, so is one of four,
 // if it is an integer. Then a fused multiply-add, or a product, gives the very bits of the weight. Rows are multiplied
 // by these numbers where they are made. Where there are more rows than a tile has, the first of them write the numbers
-// of a piece of the panel out, and the others stream it, which gives the same sums: they run over the inputs in order in
-// both.
+// of a piece of the panel out, and the others stream it, which gives the same sums: they run over the inputs in order
+// in both.
 #include "records.h"
 
 namespace {
@@ -90,10 +90,11 @@ void tile(const Records &records, const RecordLayout &layout, const PanelWork &w
     for (i64 k = 0; k < depth; k += Codes::INPUTS_AT_ONCE, at.advance(Codes::INPUTS_AT_ONCE)) {
         F scales[VECTORS], offsets[VECTORS];
         read_line<HAS_OFFSET>(records, at.record, at.line, 0, scales, offsets);
-        for (i64 i = 0; i < bytes_at_once; i += CACHE_LINE, soon += CACHE_LINE) {
-            if (WRITES) prefetch_second_level(soon);
-            else prefetch(soon);
+        for (i64 i = 0; i < bytes_at_once; i += CACHE_LINE) {
+            if (WRITES) prefetch_second_level(soon + i);
+            else prefetch(soon + i);
         }
+        soon += bytes_at_once;
         const char *step = at.codes;
         for (int j = 0; j < Codes::INPUTS_AT_ONCE / STEP; j++, step += layout.step, x += STEP * 4) {
             auto multiply = [&](int i, int v) INLINED {
@@ -129,8 +130,8 @@ void tile(const Records &records, const RecordLayout &layout, const PanelWork &w
 template <class Codes, bool HAS_OFFSET, int ROWS>
 void tile_of(const Records &records, const RecordLayout &layout, const PanelWork &work) {
     if (work.rows == ROWS)
-        tile<Codes, HAS_OFFSET, ROWS, false>(records, layout, work, 0, work.depth, work.start, 0, work.sums,
-                                             SOON_BYTES, 0);
+        tile<Codes, HAS_OFFSET, ROWS, false>(records, layout, work, 0, work.depth, work.start, 0, work.sums, SOON_BYTES,
+                                             0);
     else if constexpr (ROWS > 1) tile_of<Codes, HAS_OFFSET, ROWS - 1>(records, layout, work);
 }
 
@@ -146,9 +147,9 @@ void add_panel(const Records &records, const PanelWork &work) {
         i64 s_stride = k ? PANEL : 0;
         tile<Codes, HAS_OFFSET, MOST_ROWS, true>(records, layout, work, k, piece, s, s_stride, work.sums, ahead,
                                                  numbers);
-        add_floats(WEIGHT_FLOAT32, {work.x + k * 4 + MOST_ROWS * work.x_stride, work.x_stride, work.rows - MOST_ROWS,
-                                    piece, (const char *)numbers, s + MOST_ROWS * s_stride,
-                                    work.sums + MOST_ROWS * PANEL, false, s_stride});
+        add_floats(WEIGHT_FLOAT32,
+                   {work.x + k * 4 + MOST_ROWS * work.x_stride, work.x_stride, work.rows - MOST_ROWS, piece,
+                    (const char *)numbers, s + MOST_ROWS * s_stride, work.sums + MOST_ROWS * PANEL, false, s_stride});
     }
 }
 

@@ -14,9 +14,9 @@ namespace {
 
 const i64 MOST_ROWS = HAS_WIDE_REGISTERS ? 8 : 6;
 const i64 WIDE_ROWS = HAS_WIDE_REGISTERS ? 8 : 2;  // of which a tile has all columns
-const i64 DEPTH = 2048;            // lines of a panel that all rows meet before the next: in the second cache level
+const i64 DEPTH = 2048;             // lines of a panel that all rows meet before the next: in the second cache level
 const i64 NARROW_BYTES = 12 << 10;  // the same of narrow tiles, which go through lines often: in the first
-const i64 SOON_BYTES = 4096;  // how far ahead one row prefetches
+const i64 SOON_BYTES = 4096;        // how far ahead one row prefetches
 
 struct Float32Weight {
     enum { LINE = PANEL * 4, VECTOR = LANES * 4, INPUTS = 1 };

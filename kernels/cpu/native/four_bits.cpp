@@ -18,9 +18,7 @@ struct Fit {
     F scale, offset, error;
 };
 
-F integers_of(F x, F inverse, F offset) {
-    return min(max(rounded((x - offset) * inverse), splat(0.0f)), splat(15.0f));
-}
+F integers_of(F x, F inverse, F offset) { return min(max(rounded((x - offset) * inverse), splat(0.0f)), splat(15.0f)); }
 F as_half(F x) {
     Float16 halves[LANES];
     store(halves, x);
@@ -71,26 +69,20 @@ Fit fit_group(const F *x, i64 group) {
     return best;
 }
 
-INLINE float number(float x) { return x; }
-INLINE float number(Bfloat16 x) {
-    uint32_t bits = (uint32_t)x.bits << 16;
-    float found;
-    memcpy(&found, &bits, 4);
-    return found;
-}
 // Inputs of 16 outputs in vectors: x[k] has input k of each. Past the last output and input, the last once more.
 template <class T>
 void gather(const T *weight, i64 row_stride, i64 column_stride, i64 rows, i64 inputs, i64 group, F *x) {
     i64 k = 0;
     if (column_stride == 1)  // as nearly all lie
         for (; k + LANES <= smaller(inputs, group); k += LANES) {
-            for (i64 lane = 0; lane < LANES; lane++) x[k + lane] = load(weight + smaller(lane, rows - 1) * row_stride + k);
+            for (i64 lane = 0; lane < LANES; lane++)
+                x[k + lane] = load(weight + smaller(lane, rows - 1) * row_stride + k);
             transpose(x + k);
         }
     float lanes[LANES];
     for (; k < group; k++) {
         const T *column = weight + smaller(k, inputs - 1) * column_stride;
-        for (i64 lane = 0; lane < LANES; lane++) lanes[lane] = number(column[smaller(lane, rows - 1) * row_stride]);
+        for (i64 lane = 0; lane < LANES; lane++) lanes[lane] = as_float(column[smaller(lane, rows - 1) * row_stride]);
         x[k] = load(lanes);
     }
 }
@@ -136,5 +128,7 @@ EXPORT void octavo_quantize_four_bits(char *packed, i64 element, const void *wei
                                       i64 out_features, i64 in_features, i64 group, i64 threads) {
     if (element == FLOAT32)
         quantize(packed, (const float *)weight, row_stride, column_stride, out_features, in_features, group, threads);
-    else quantize(packed, (const Bfloat16 *)weight, row_stride, column_stride, out_features, in_features, group, threads);
+    else
+        quantize(packed, (const Bfloat16 *)weight, row_stride, column_stride, out_features, in_features, group,
+                 threads);
 }

@@ -1,5 +1,5 @@
-// Blocks of a GGUF file as codes, scales and offsets (worker_svc/models/quantized/gguf_blocks.py says what is where, and
-// makes the same with torch). Everything is exact: a scale of a group is a product of float16 and a small integer.
+// Blocks of a GGUF file as codes, scales and offsets (worker_svc/models/quantized/gguf_blocks.py says what is where,
+// and makes the same with torch). Everything is exact: a scale of a group is a product of float16 and a small integer.
 #include "products.h"
 
 namespace {
@@ -61,8 +61,7 @@ void read_block(i64 kind, const uint8_t *block, const Weight &to) {
         for (int chunk = 0; chunk < 4; chunk++) read_nibbles(bytes + 32 * chunk, to.codes + 64 * chunk, 32);
         if (kind == Q4_K) return;
         for (int group = 0; group < 8; group++)
-            for (int i = 0; i < 32; i++)
-                to.codes[32 * group + i] |= (uint8_t)((block[16 + i] >> group & 1) << 4);
+            for (int i = 0; i < 32; i++) to.codes[32 * group + i] |= (uint8_t)((block[16 + i] >> group & 1) << 4);
     }
 }
 

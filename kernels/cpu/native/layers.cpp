@@ -130,9 +130,8 @@ struct Pass {
         }
         if (!layer.mlp_post_norm) return;
         Norm norm = norm_of(layer.mlp_post_norm, step.hidden);
-        share(team, step.rows, [&](i64 row, i64) {
-            norm_in_place(step.element, norm, step.update + row * step.hidden * bytes, 1);
-        });
+        share(team, step.rows,
+              [&](i64 row, i64) { norm_in_place(step.element, norm, step.update + row * step.hidden * bytes, 1); });
     }
 };
 

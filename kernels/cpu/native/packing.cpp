@@ -42,9 +42,8 @@ bool pack_panels(P *packed, const T *weight, i64 row_stride, i64 out_features, i
         i64 first = panel * PANEL;
         for (i64 lane = 0; lane < PANEL; lane += LANES)  // 16 rows to their ends: a processor foresees few more
             for (i64 k = 0; k < in_features; k += LANES)
-                pack_square(packed + first * in_features + k * PANEL + lane,
-                            weight + (first + lane) * row_stride + k, row_stride, out_features - first - lane,
-                            smaller(in_features - k, LANES), lost);
+                pack_square(packed + first * in_features + k * PANEL + lane, weight + (first + lane) * row_stride + k,
+                            row_stride, out_features - first - lane, smaller(in_features - k, LANES), lost);
         if (largest_of_lanes(lost)) __atomic_store_n(&has_lost, 1, __ATOMIC_SEQ_CST);
     });
     return !has_lost;
@@ -104,7 +103,8 @@ void quantize_panels(int8_t *packed, float *scale, const T *weight, i64 row_stri
 EXPORT i64 octavo_pack_panels(void *packed, i64 narrows, i64 element, const void *weight, i64 row_stride,
                               i64 out_features, i64 in_features, i64 threads) {
     if (element == BFLOAT16)
-        return pack_panels((Bfloat16 *)packed, (const Bfloat16 *)weight, row_stride, out_features, in_features, threads);
+        return pack_panels((Bfloat16 *)packed, (const Bfloat16 *)weight, row_stride, out_features, in_features,
+                           threads);
     if (narrows)
         return pack_panels((Bfloat16 *)packed, (const float *)weight, row_stride, out_features, in_features, threads);
     return pack_panels((float *)packed, (const float *)weight, row_stride, out_features, in_features, threads);

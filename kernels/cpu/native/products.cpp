@@ -12,14 +12,6 @@ namespace {
 const i64 ROWS_BYTES = 512 << 10;  // of x that are multiplied before the next: they stay in the second cache level
 
 bool is_quantized(i64 kind) { return kind >= INT8; }
-float as_float(float x) { return x; }
-float as_float(Bfloat16 x) {
-    uint32_t bits = (uint32_t)x.bits << 16;
-    float number;
-    memcpy(&number, &bits, 4);
-    return number;
-}
-
 bool takes_float32(i64 kind) { return kind < WEIGHT_PAIRS; }
 
 // Bytes from a row to the next as kernels take them.
@@ -33,8 +25,7 @@ template <class T>
 void to_floats(const T *x, const i64 *order, i64 size, float *to) {
     if (order)
         for (i64 i = 0; i < size; i++) to[i] = as_float(x[order[i]]);
-    else
-        each_vector(size, [&](i64 i, i64 count) INLINED { store_some(to + i, load_some(x + i, count), count); });
+    else each_vector(size, [&](i64 i, i64 count) INLINED { store_some(to + i, load_some(x + i, count), count); });
 }
 
 void prepare_row(const Product &product, i64 element, const void *x, void *to) {
@@ -85,14 +76,8 @@ struct FloatItem {
         float start[PANEL] = {};
         if (part.bias) memcpy(start, part.bias + place.column, width * 4);
         float *sums = (float *)scratch(OF_ITEM, count * PANEL * 4);
-        PanelWork work = {x + row * x_stride,
-                          x_stride,
-                          count,
-                          part.num_in,
-                          place.weight(),
-                          start,
-                          sums,
-                          !place.is_last() && item + 1 < end};
+        PanelWork work = {x + row * x_stride, x_stride, count, part.num_in,
+                          place.weight(),     start,    sums,  !place.is_last() && item + 1 < end};
         if (part.kind == WEIGHT_RECORDS) add_few_bits(part.records, work);
         else add_floats(part.kind, work);
         char *to = out + (row * out_stride + place.out_column) * element_bytes(element);

@@ -27,8 +27,8 @@ struct Product {
     const float *scale;  // of INT8, one an output
     const float *bias;   // or 0
     i64 num_in, num_out;
-    Records records;   // of WEIGHT_RECORDS and ROUNDED_RECORDS
-    const i64 *order;  // or 0; which input of a row the weight's are for, in turn
+    Records records;      // of WEIGHT_RECORDS and ROUNDED_RECORDS
+    const i64 *order;     // or 0; which input of a row the weight's are for, in turn
     const Product *next;  // or 0; of the same rows, prepared alike: its outputs lie behind these
 };
 INLINE i64 outputs_of(const Product &product) {
@@ -46,10 +46,10 @@ i64 workspace_bytes(const Product &product, i64 element, i64 rows);
 void multiply(Team &team, const Product &product, i64 element, void *out, i64 out_stride, const void *x, i64 x_stride,
               i64 rows, char *workspace);
 
-// What a thread does with a panel: sums[r, c] = start[c] + sum_k x[r, k] W[48 panel + c, k], in float32. Sums [rows, 48]
-// lie side by side: a cache has no place for many lines that are a multiple of 4 KiB apart, as rows of outputs often
-// are. The stride is in bytes for x, and in numbers for start, which may be a line for each row; `has_next`: the panel
-// behind is likely to come next.
+// What a thread does with a panel: sums[r, c] = start[c] + sum_k x[r, k] W[48 panel + c, k], in float32. Sums [rows,
+// 48] lie side by side: a cache has no place for many lines that are a multiple of 4 KiB apart, as rows of outputs
+// often are. The stride is in bytes for x, and in numbers for start, which may be a line for each row; `has_next`: the
+// panel behind is likely to come next.
 struct PanelWork {
     const char *x;
     i64 x_stride, rows, depth;
@@ -74,6 +74,8 @@ struct Group {
     int32_t minus_sum, minus_half[2];
 };
 INLINE Quad quad_of(const Group &group, i64 first) { return quad_at(group.numbers + first, group.words + first); }
+// A group of INT8, of 16 outputs: so many lines of four inputs.
+const i64 QUADS = GROUP / 4, BYTES_OF_GROUP = QUADS * CACHE_LINE;
 INLINE i64 groups_of(i64 num_in) { return (num_in + GROUP - 1) / GROUP; }
 void quantize_row(i64 element, const void *x, i64 size, Group *groups);
 // A panel of quantised weights, which begins with output `column`, by all rows.

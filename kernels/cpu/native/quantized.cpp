@@ -5,8 +5,8 @@
 //     out[r, o] = total[r, o] * scale[o] + bias[o]
 //
 // over the groups g of 32 inputs. The instruction for four products and their sum takes one factor unsigned, hence the
-// 128; what it adds too much is known when a row is quantised, and sums start from there. Sums within a group are exact,
-// and groups are added in order, each by one fused multiply-add, whatever the number of rows.
+// 128; what it adds too much is known when a row is quantised, and sums start from there. Sums within a group are
+// exact, and groups are added in order, each by one fused multiply-add, whatever the number of rows.
 //
 // A row is quantised group by group: scale = max |x| / 127, q = round(x / scale). A group that holds NaN or an infinity
 // gets the scale NaN, and with it everything that is computed of the row. One whose numbers are all below 1e-30 counts
@@ -16,7 +16,7 @@
 
 namespace {
 
-const i64 ROWS = 4, QUADS = GROUP / 4, BYTES_OF_GROUP = GROUP * LANES;
+const i64 ROWS = 4;
 const i64 MANY_ROWS = 8;  // from which three panels of 16 are multiplied at once; fewer go through one after the other
 const i64 SOON_BYTES = 4096;               // how far ahead tiles of fewer rows prefetch
 const int32_t INFINITY_BITS = 0x7f800000;  // those of NaN are larger
@@ -48,7 +48,8 @@ void tile_of_bytes(const Group *groups, i64 stride, i64 num_groups, const char *
 #pragma GCC unroll 3
             for (int p = 0; p < COLUMNS; p++)
 #pragma GCC unroll 8
-                for (int c = 0; c < CHAINS; c++) sums[r][p][c] = c ? splat(0) : shift_left<7>(splat(groups[r * stride + g].minus_sum));
+                for (int c = 0; c < CHAINS; c++)
+                    sums[r][p][c] = c ? splat(0) : shift_left<7>(splat(groups[r * stride + g].minus_sum));
 #pragma GCC unroll 8
         for (int quad = 0; quad < QUADS; quad++) {
             I weights[COLUMNS];
@@ -173,8 +174,7 @@ void quantize_row(i64 element, const void *x, i64 size, Group *groups) {
 void multiply_quantized(const Product &product, const Group *groups, i64 rows, const char *weight, i64 column,
                         i64 element, void *out, i64 out_stride, bool has_next) {
     i64 num_groups = groups_of(product.num_in), count = smaller(product.num_out - column, PANEL);
-    const float *bias = product.bias ? product.bias + column : 0,
-                *scale = product.scale ? product.scale + column : 0;
+    const float *bias = product.bias ? product.bias + column : 0, *scale = product.scale ? product.scale + column : 0;
     if (product.kind == ROUNDED_RECORDS)
         multiply_rounded_records(product, groups, rows, weight, column, element, out, out_stride, has_next);
     else if (element == FLOAT32)

@@ -97,7 +97,8 @@ uint32_t even_bytes(uint64_t x) {
 void put_words(i64 kind, const char *codes, uint32_t *words) {
     uint64_t eight[2];
     memcpy(eight, codes, sizeof eight);
-    uint32_t quads[] = {even_bytes(eight[0]), even_bytes(eight[0] >> 8), even_bytes(eight[1]), even_bytes(eight[1] >> 8)};
+    uint32_t quads[] = {even_bytes(eight[0]), even_bytes(eight[0] >> 8), even_bytes(eight[1]),
+                        even_bytes(eight[1] >> 8)};
     if (kind == CODES_QUADS) {
         for (int i = 0; i < 4; i++) words[i] = quads[i] ^ 0x80808080;
     } else if (kind == CODES_INT6) {  // + 32, in the six bits that count

@@ -1,6 +1,6 @@
 // Products of quantised rows (quantized.cpp) with weights in records (records.h), whatever format they came in.
 //
-//     total[r, o] += (scale[o, g] * sum_i code[o, i] q[r, i]) * step[r, h] + offset[o, g] * (step[r, h] * sum_i q[r, i])
+//     total[r, o] += (scale[o, g] sum_i code[o, i] q[r, i]) step[r, h] + offset[o, g] (step[r, h] sum_i q[r, i])
 //
 // over pieces of 32 inputs, the groups h of a row, or of 16 where a group g of the weight is no multiple of 32. Sums
 // within a piece are exact, as integers; each is multiplied by its scale, and added to the total by one fused
@@ -8,15 +8,16 @@
 //
 // The instruction for four products and their sum takes codes unsigned. Those that count from below zero come so much
 // higher, and sums start from what that adds, which is known when a row is quantised. Without that instruction there is
-// one for two products and their sum, as words. Sums of codes of four bits stay words for a piece, of six for two quads.
+// one for two products and their sum, as words. Sums of codes of four bits stay words for a piece, of six for two
+// quads.
 #include "records.h"
 
 namespace {
 
-const i64 MOST_ROWS = 4;       // of a tile; others have 2 or 1
-const i64 MANY_ROWS = 16;      // from which scales are made once for all tiles
-const i64 NARROW_ROWS = 2;     // up to which few registers take all columns at once
-const i64 SOON_BYTES = 8192;   // how far ahead tiles of fewer rows prefetch
+const i64 MOST_ROWS = 4;      // of a tile; others have 2 or 1
+const i64 MANY_ROWS = 16;     // from which scales are made once for all tiles
+const i64 NARROW_ROWS = 2;    // up to which few registers take all columns at once
+const i64 SOON_BYTES = 8192;  // how far ahead tiles of fewer rows prefetch
 const i64 HALF = GROUP / 2, QUADS_OF_HALF = HALF / 4;
 const i64 WORD_LINE = PANEL * 4;  // bytes
 
@@ -74,7 +75,8 @@ void read_scales(const Records &records, const RecordLayout &layout, const char 
 // ROWS rows by COLUMNS vectors of outputs, from `lane` on, to out [ROWS, 48]. With each piece so many lines of `next`
 // are prefetched.
 template <class Codes, int PIECE, int ROWS, int COLUMNS, bool HAS_SCALES>
-__attribute__((noinline)) void tile(const PanelProduct &work, const Group *groups, i64 lane, float *out, const char *next, i64 lines) {
+__attribute__((noinline)) void tile(const PanelProduct &work, const Group *groups, i64 lane, float *out,
+                                    const char *next, i64 lines) {
     const RecordLayout layout = work.layout;
     const Records records = work.records;
     const bool has_offsets = records.offset != NO_OFFSET, ARE_WORDS = Codes::BITS == 4 && !HAS_BYTE_PRODUCTS;
@@ -156,7 +158,8 @@ __attribute__((noinline)) void tile(const PanelProduct &work, const Group *group
                         total = fma(to_float(sums) * scale, step, total);
                         if (has_offsets) {
                             F offset = HAS_SCALES ? load(numbers + PANEL + v * LANES) : offsets[v];
-                            F of_row = PIECE == GROUP ? splat_at(&group.sum) : splat(group.scale * -(float)minus_sum(r));
+                            F of_row =
+                                PIECE == GROUP ? splat_at(&group.sum) : splat(group.scale * -(float)minus_sum(r));
                             total = fma(offset, of_row, total);
                         }
                         if (KEEPS_TOTALS) totals[r][v] = total;
@@ -176,17 +179,20 @@ __attribute__((noinline)) void tile(const PanelProduct &work, const Group *group
 }
 
 template <class Codes, int PIECE, int COLUMNS, int ROWS>
-void tile_of(i64 rows, const PanelProduct &work, const Group *groups, i64 lane, float *totals, const char *next, i64 lines) {
+void tile_of(i64 rows, const PanelProduct &work, const Group *groups, i64 lane, float *totals, const char *next,
+             i64 lines) {
     const bool MAY_HAVE_SCALES = ROWS == MOST_ROWS;
     if (rows == ROWS && MAY_HAVE_SCALES && work.scales)
         tile<Codes, PIECE, ROWS, COLUMNS, MAY_HAVE_SCALES>(work, groups, lane, totals, next, lines);
     else if (rows == ROWS) tile<Codes, PIECE, ROWS, COLUMNS, false>(work, groups, lane, totals, next, lines);
-    else if constexpr (ROWS > 1) tile_of<Codes, PIECE, COLUMNS, ROWS / 2>(rows, work, groups, lane, totals, next, lines);
+    else if constexpr (ROWS > 1)
+        tile_of<Codes, PIECE, COLUMNS, ROWS / 2>(rows, work, groups, lane, totals, next, lines);
 }
 
 // A panel by all rows, out [rows, 48]. `next`: the bytes that follow, which all tiles prefetch together; or 0.
 template <class Codes, int PIECE>
-void multiply_panel(const PanelProduct &work, const Group *groups, i64 rows, float *out, i64 out_stride, const char *next) {
+void multiply_panel(const PanelProduct &work, const Group *groups, i64 rows, float *out, i64 out_stride,
+                    const char *next) {
     i64 bytes = work.layout.panel_bytes(work.num_groups * GROUP), pieces = work.num_groups * (GROUP / PIECE);
     i64 tiles = rows < MOST_ROWS ? 1 : rows / MOST_ROWS * (HAS_WIDE_REGISTERS ? 1 : VECTORS);
     if (rows < MOST_ROWS) next = work.panel + SOON_BYTES;
@@ -213,7 +219,8 @@ void multiply_panel(const PanelProduct &work, const Group *groups, i64 rows, flo
 }
 
 template <class Codes>
-void multiply_by_pieces(const PanelProduct &work, const Group *groups, i64 rows, float *out, i64 out_stride, const char *next) {
+void multiply_by_pieces(const PanelProduct &work, const Group *groups, i64 rows, float *out, i64 out_stride,
+                        const char *next) {
     if (work.layout.group % GROUP == 0) multiply_panel<Codes, GROUP>(work, groups, rows, out, out_stride, next);
     else multiply_panel<Codes, HALF>(work, groups, rows, out, out_stride, next);
 }

@@ -67,8 +67,8 @@ i64 first_largest(const float *x, i64 size, float *found) {
 
 }  // namespace
 
-// In place: `rows` of logits by `count_rows` of counts, which say twice how often a token was generated, and 1 more where
-// it stands in the prompt. Every operation rounds by itself, as in torch.
+// In place: `rows` of logits by `count_rows` of counts, which say twice how often a token was generated, and 1 more
+// where it stands in the prompt. Every operation rounds by itself, as in torch.
 EXPORT void octavo_penalize(float *logits, i64 vocab_size, const i64 *rows, const int32_t *counts,
                             const i64 *count_rows, const float *repetition, const float *frequency,
                             const float *presence, i64 num_rows, i64 threads) {

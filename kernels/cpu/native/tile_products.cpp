@@ -45,8 +45,8 @@ void add_step(const char *x, i64 x_stride, const char *w) {
     tile_dot_pairs<2, ROW_TILE, WEIGHT_TILE + 2>();
 }
 
-// C [rows, 48] = S + x . W over `lines` of a panel, for up to 16 rows; strides in bytes. With each step so many bytes are
-// prefetched of what is multiplied `soon`.
+// C [rows, 48] = S + x . W over `lines` of a panel, for up to 16 rows; strides in bytes. With each step so many bytes
+// are prefetched of what is multiplied `soon`.
 void add_rows(i64 rows, const char *x, i64 x_stride, const char *w, i64 lines, const float *s, i64 s_stride, float *c,
               i64 c_stride, const char *soon, i64 bytes_a_step) {
     shape_tiles(rows, STEP_LINES);
@@ -65,9 +65,8 @@ void add_rows(i64 rows, const char *x, i64 x_stride, const char *w, i64 lines, c
 }
 
 // ---- bytes ----------------------------------------------------------------------------------------------------------
-const i64 QUADS = GROUP / 4, BYTES_OF_GROUP = GROUP * LANES;  // of 16 outputs
-const i64 GROUPS = 8;                                         // whose sums, 24 KB, are scaled together
-const i64 HALF = 8;                                           // rows whose totals stay in registers
+const i64 GROUPS = 8;  // whose sums, 24 KB, are scaled together
+const i64 HALF = 8;    // rows whose totals stay in registers
 
 typedef int32_t Sums[TILE_ROWS][PANEL];
 

@@ -89,8 +89,8 @@ static void tile_dot_pairs() {
             for (int k = 0; k < shapes.row_bytes[A] / 4; k++) {
                 uint32_t a = emulated.tile[A][m][k], b = emulated.tile[B][k][n];
                 even = number_of(bits_of_number(__builtin_fmaf(number_of(a << 16), number_of(b << 16), even)));
-                odd = number_of(bits_of_number(
-                    __builtin_fmaf(number_of(a & 0xffff0000), number_of(b & 0xffff0000), odd)));
+                odd = number_of(
+                    bits_of_number(__builtin_fmaf(number_of(a & 0xffff0000), number_of(b & 0xffff0000), odd)));
             }
             uint32_t &sum = emulated.tile[SUMS][m][n];
             sum = bits_of_number(number_of(sum) + number_of(bits_of_number(even + odd)));

@@ -60,6 +60,14 @@ INLINE I rounded_to_bfloat16(F x) {
 }
 INLINE void store(Bfloat16 *p, F x) { narrow(p, rounded_to_bfloat16(x)); }
 
+INLINE float as_float(float x) { return x; }
+INLINE float as_float(Bfloat16 x) {
+    uint32_t bits = (uint32_t)x.bits << 16;
+    float number;
+    memcpy(&number, &bits, 4);
+    return number;
+}
+
 // The first `count` of 16 numbers, and zeros; nothing behind them is read or written.
 template <class T>
 INLINE F load_part(const T *p, i64 count) {
