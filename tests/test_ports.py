@@ -11,10 +11,8 @@ from octavo.shared.ports import BindError, PortInUse, check_port_is_free, free_p
 
 
 def test_a_port_in_use_is_said_before_anything_starts() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    port = free_port()  # which no other process gets by chance once it is free again
+    with socket.create_server(("127.0.0.1", port)):
         with pytest.raises(PortInUse, match=f"port {port} on 127.0.0.1 is in use"):
             check_port_is_free("127.0.0.1", port)
     check_port_is_free("127.0.0.1", port)
