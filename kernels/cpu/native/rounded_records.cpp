@@ -17,7 +17,7 @@ namespace {
 const i64 MOST_ROWS = 4;      // of a tile; others have 2 or 1
 const i64 MANY_ROWS = 16;     // from which scales are made once for all tiles
 const i64 NARROW_ROWS = 2;    // up to which few registers take all columns at once
-const i64 SOON_BYTES = 8192;  // how far ahead tiles of fewer rows prefetch
+const i64 SOON_BYTES = 6144;  // how far ahead tiles of fewer rows prefetch
 const i64 HALF = GROUP / 2, QUADS_OF_HALF = HALF / 4;
 const i64 WORD_LINE = PANEL * 4;  // bytes
 
