@@ -78,8 +78,8 @@ class _Spoken:
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
-    """A worker service on a free port of loopback, from `with` to the end of its block; nobody is handed that port by
-    chance after it.
+    """A worker service on a free port of loopback, from `with` to the end of its block; the system hands that port
+    to nobody.
 
     It answers the real messages. Behind them is a `SimulatedWorker`: a cache that does not hold what the scheduler
     takes it to hold ends the stream, and raises at the end of the `with` block. `received` and `answered` are the steps

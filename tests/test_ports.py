@@ -11,7 +11,7 @@ from octavo.shared.ports import BindError, PortInUse, check_port_is_free, free_p
 
 
 def test_a_port_in_use_is_said_before_anything_starts() -> None:
-    port = free_port()  # which no other process gets by chance once it is free again
+    port = free_port()  # which the system hands to nobody once it is free again
     with socket.create_server(("127.0.0.1", port)):
         with pytest.raises(PortInUse, match=f"port {port} on 127.0.0.1 is in use"):
             check_port_is_free("127.0.0.1", port)

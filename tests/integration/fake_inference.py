@@ -168,7 +168,7 @@ class FakeInference(pb_grpc.InferenceServicer):
 class FakeServer:
     """A gRPC server around `FakeInference` on a free port, with health; a context manager.
 
-    Nobody is handed that port by chance once it has stopped: another may take its place there.
+    The system hands that port to nobody once it has stopped: another may take its place there.
     """
 
     def __init__(self, port: int = 0, tls: tuple[bytes, bytes] | None = None) -> None:  # key, certificate

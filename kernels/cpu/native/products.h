@@ -74,7 +74,7 @@ struct Group {
     int32_t minus_sum, minus_half[2];
 };
 INLINE Quad quad_of(const Group &group, i64 first) { return quad_at(group.numbers + first, group.words + first); }
-// A group of INT8, of 16 outputs: so many lines of four inputs.
+// A group of INT8, of 16 outputs: its lines, of four inputs each, and its bytes.
 const i64 QUADS = GROUP / 4, BYTES_OF_GROUP = QUADS * CACHE_LINE;
 INLINE i64 groups_of(i64 num_in) { return (num_in + GROUP - 1) / GROUP; }
 void quantize_row(i64 element, const void *x, i64 size, Group *groups);
