@@ -108,6 +108,24 @@ def test_a_level_that_this_processor_lacks_is_refused(monkeypatch: pytest.Monkey
         library_module._choose()
 
 
+@pytest.mark.parametrize(
+    ("vendor", "level", "fastest"),
+    [
+        ("AuthenticAMD", "avx512-bf16", ["avx512-vnni", "avx512-bf16"]),
+        ("GenuineIntel", "avx512-bf16", ["avx512-bf16", "avx512-vnni"]),
+        ("GenuineIntel", "amx", ["avx512-vnni", "amx"]),
+        ("GenuineIntel", "avx2", [build.EMULATED, "avx2"]),
+    ],
+)
+def test_pairs_of_bfloat16_are_no_gain_on_processors_of_intel_without_tiles(
+    vendor: str, level: str, fastest: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_said_of_processor", lambda what: {"vendor_id": vendor}[what])
+    monkeypatch.setattr(build, "processor_features", lambda: build.LEVELS[level].needs)
+    usable = [name for name, each in build.LEVELS.items() if each.needs <= build.LEVELS[level].needs]
+    assert build.usable_levels()[-2:] == fastest and sorted(build.usable_levels()) == sorted(usable)
+
+
 @pytest.mark.parametrize("level", build.usable_levels()[:-1])
 def test_every_level_gives_the_same_bits(level: str) -> None:
     expected = products() + sampled() + gated()

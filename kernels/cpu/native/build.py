@@ -36,6 +36,7 @@ SANITIZED = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefin
 
 
 EMULATED = "amx-emulated"
+_WITH_PAIRS = "avx512-bf16"
 _EMULATION = ["-DEMULATE_TILES"]
 _SCRATCH = "compiling-"  # begins the name of a folder in which a library is put together
 
@@ -64,8 +65,8 @@ def _level(names: list[str]) -> Level:
     return Level(needs, [f"-m{name}" for name in names])
 
 
-# The most capable last; a processor takes the last that it has all of. Only tests ask for emulated tiles by name: any
-# processor that could run them has a level that is better.
+# The most capable last. Only tests ask for emulated tiles by name: any processor that could run them has a level that is
+# better.
 LEVELS = {
     "plain": Level(frozenset(), ["-O1", "-Wno-psabi"]),  # with -O2 a minute in place of ten seconds
     EMULATED: Level(_level(_AVX2).needs, [*_level(_AVX2).flags, *_EMULATION]),
@@ -73,7 +74,7 @@ LEVELS = {
     "avx2-vnni": _level([*_AVX2, "avxvnni"]),
     "avx512": _level(_AVX512),
     "avx512-vnni": _level([*_AVX512, "avx512vnni"]),
-    "avx512-bf16": _level(_BFLOAT16),
+    _WITH_PAIRS: _level(_BFLOAT16),
     "amx": _level([*_BFLOAT16, "amx-tile", "amx-bf16", "amx-int8"]),
 }
 
@@ -85,17 +86,32 @@ class NoCompilerError(RuntimeError):
 @cache
 def processor_features() -> frozenset[str]:
     """What Linux says that this processor has; nothing where it is no x86-64."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return frozenset()
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("flags"):
-            return frozenset(line.partition(":")[2].split())
-    return frozenset()
+    return frozenset(_said_of_processor("flags").split())
 
 
 def usable_levels() -> list[str]:
-    """Those that this processor has all of, as its system says; tiles also need its leave (`kernels.cpu.library`)."""
-    return [name for name, level in LEVELS.items() if level.needs <= processor_features()]
+    """Those that this processor has all of, as its system says, the fastest last; tiles also need its leave
+    (`kernels.cpu.library`).
+
+    On Intel's, products by pairs of bfloat16 are slower than those by fused multiply-adds of the same numbers
+    (docs/cpu-kernels.md, instruction sets). So where there are no tiles, which a virtual machine may hide, the level
+    without pairs is the faster one.
+    """
+    usable = [name for name, level in LEVELS.items() if level.needs <= processor_features()]
+    if _said_of_processor("vendor_id") == "GenuineIntel" and _WITH_PAIRS in usable:
+        usable.remove(_WITH_PAIRS)
+        usable.insert(usable.index("avx512-vnni"), _WITH_PAIRS)
+    return usable
+
+
+@cache
+def _said_of_processor(what: str) -> str:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return ""
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith(what):
+            return line.partition(":")[2].strip()
+    return ""
 
 
 @cache

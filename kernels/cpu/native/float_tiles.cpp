@@ -17,6 +17,7 @@ const i64 WIDE_ROWS = HAS_WIDE_REGISTERS ? 8 : 2;  // of which a tile has all co
 const i64 DEPTH = 2048;             // lines of a panel that all rows meet before the next: in the second cache level
 const i64 NARROW_BYTES = 12 << 10;  // the same of narrow tiles, which go through lines often: in the first
 const i64 SOON_BYTES = 4096;        // how far ahead one row prefetches
+const i64 PIECE = 64;               // lines of bfloat16 that are widened at a time: in the first cache level
 
 struct Float32Weight {
     enum { LINE = PANEL * 4, VECTOR = LANES * 4, INPUTS = 1 };
@@ -76,15 +77,15 @@ void tile_of(i64 rows, const char *x, i64 x_stride, const char *w, i64 depth, co
 }
 
 // Tiles of about as many rows each; a narrow third of the lines meets all of them before the next third. Each tile
-// prefetches its part of what is next: memory would be idle during all but the first.
+// prefetches its part of what is next, `line` bytes for each of these: memory would be idle during all but the first.
 template <class Weight>
 void stream(i64 rows, const char *x, i64 x_stride, const char *w, i64 depth, const float *s, i64 s_stride, float *c,
-            const char *soon) {
+            const char *soon, i64 line = Weight::LINE) {
     constexpr int COLUMNS = HAS_WIDE_REGISTERS ? VECTORS : 1;
     if (rows <= WIDE_ROWS)
-        return tile_of<Weight, WIDE_ROWS, VECTORS>(rows, x, x_stride, w, depth, s, s_stride, c, soon, Weight::LINE);
+        return tile_of<Weight, WIDE_ROWS, VECTORS>(rows, x, x_stride, w, depth, s, s_stride, c, soon, line);
     i64 tiles = (rows + MOST_ROWS - 1) / MOST_ROWS, few = rows / tiles, num_longer = rows % tiles;
-    i64 step = (COLUMNS * Weight::VECTOR + tiles - 1) / tiles;
+    i64 step = (line / VECTORS * COLUMNS + tiles - 1) / tiles;
     for (int v = 0; v < VECTORS; v += COLUMNS, w += COLUMNS * Weight::VECTOR)
         for (i64 i = 0, row = 0, count; i < tiles; i++, row += count, soon += depth * step) {
             count = few + (i < num_longer);
@@ -111,10 +112,25 @@ void add_panel(const PanelWork &work) {
     }
 }
 
+// Many rows meet bfloat16 widened to float32: once for all of them, a piece of the panel at a time.
+void add_widened(const PanelWork &work) {
+    float *numbers = (float *)scratch(OF_PANEL, smaller(work.depth, PIECE) * PANEL * 4);
+    for (i64 k = 0; k < work.depth || k == 0; k += PIECE) {
+        i64 count = smaller(work.depth - k, PIECE), size = count * PANEL;
+        const Bfloat16 *w = (const Bfloat16 *)work.weight + k * PANEL;
+        for (i64 i = 0; i < size; i += LANES) store(numbers + i, load(w + i));
+        bool is_last = k + count == work.depth && !work.has_next;
+        stream<Float32Weight>(work.rows, work.x + k * 4, work.x_stride, (const char *)numbers, count,
+                              k ? work.sums : work.start, k ? (i64)PANEL : work.start_stride, work.sums,
+                              (const char *)(is_last ? w : w + size), Bfloat16Weight::LINE);
+    }
+}
+
 }  // namespace
 
 void add_floats(i64 kind, const PanelWork &work) {
     if (kind == WEIGHT_FLOAT32) add_panel<Float32Weight>(work);
+    else if (kind == WEIGHT_BFLOAT16 && HAS_WIDE_REGISTERS && work.rows > 2 * MOST_ROWS) add_widened(work);
     else if (kind == WEIGHT_BFLOAT16) add_panel<Bfloat16Weight>(work);
     else if (HAS_TILES) add_pairs_by_tiles(work);
     else if (HAS_PAIRS) add_panel<PairWeight>(work);
