@@ -112,9 +112,9 @@ class ModelConfig:
         """Read a Hugging Face folder.
 
         `dtype` auto takes the checkpoint's own, which is that of the embedding where config.json says nothing, where
-        the device multiplies it. On a CPU it takes float32 in place of
-        float16, and of bfloat16 where the processor has no instructions for its products. A GGUF file's is float32 on
-        a CPU, where its numbers are then exact, and bfloat16 on a GPU.
+        the device multiplies it. On a CPU it takes float32 in place of float16, and of bfloat16 where the processor has
+        no fast instructions for its products. A GGUF file's is float32 on a CPU, where its numbers are then exact, and
+        bfloat16 on a GPU.
         `impl` auto takes Octavo's own code for the families it knows, else that of transformers (`trust_remote_code`:
         also code that lies in the folder).
         Raises `ModelError` where the folder, a key or a value is missing or is one that Octavo does not know.
@@ -215,7 +215,7 @@ def _own_dtype(raw: RawConfig, folder: Path, architecture: str, style: DecoderSt
 
 
 def _has_pairs() -> bool:
-    """Whether this processor multiplies bfloat16: without, products of float32 by the same weights are faster."""
+    """Whether this processor has fast products of bfloat16: without, those of float32 rows are as fast, and exact."""
     # Here, so that a worker with a GPU waits for no compiler of CPU code.
     from kernels.cpu.library import library
 

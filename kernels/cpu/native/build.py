@@ -65,8 +65,8 @@ def _level(names: list[str]) -> Level:
     return Level(needs, [f"-m{name}" for name in names])
 
 
-# The most capable last. Only tests ask for emulated tiles by name: any processor that could run them has a level that is
-# better.
+# The most capable last. Only tests ask for emulated tiles by name: any processor that could run them has a better
+# level.
 LEVELS = {
     "plain": Level(frozenset(), ["-O1", "-Wno-psabi"]),  # with -O2 a minute in place of ten seconds
     EMULATED: Level(_level(_AVX2).needs, [*_level(_AVX2).flags, *_EMULATION]),
