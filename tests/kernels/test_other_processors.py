@@ -117,7 +117,7 @@ def test_a_level_that_this_processor_lacks_is_refused(monkeypatch: pytest.Monkey
         ("GenuineIntel", "avx2", [build.EMULATED, "avx2"]),
     ],
 )
-def test_pairs_of_bfloat16_are_no_gain_on_processors_of_intel_without_tiles(
+def test_processors_of_intel_without_tiles_take_no_pairs_of_bfloat16(
     vendor: str, level: str, fastest: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "_said_of_processor", lambda what: {"vendor_id": vendor}[what])

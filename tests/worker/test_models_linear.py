@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch.nn import functional
 
-from kernels.cpu.library import library
+from kernels.cpu.library import at_level, library
+from kernels.cpu.native.build import usable_levels
 from worker_svc.models.products.compiled_linear import CompiledLinear
 from worker_svc.models.products.dense import dense
 from worker_svc.models.products.float_linear import FloatLinear
 from worker_svc.models.products.packed_linear import packed_linear
 
-HAS_PAIRS = pytest.mark.skipif(not library().has_pairs, reason="this processor has no products of bfloat16 pairs")
+PAIRS = "avx512-bf16"  # the level, which a processor that has it need not take by itself
+HAS_PAIRS = pytest.mark.skipif(
+    not library().has_pairs and PAIRS not in usable_levels(),
+    reason="this processor has no products of bfloat16 pairs",
+)
 
 
-@pytest.mark.parametrize("has_pairs", [False, pytest.param(True, marks=HAS_PAIRS)])
+@pytest.fixture(params=[False, pytest.param(True, marks=HAS_PAIRS)], ids=["floats", "pairs"])
+def has_pairs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with at_level(PAIRS if request.param and not library().has_pairs else library().level):
+        monkeypatch.setattr(library(), "has_pairs", request.param)
+        yield
+
+
+@pytest.mark.usefixtures("has_pairs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("out_features", "in_features"), [(960, 576), (576, 1536), (60, 157), (1031, 60)])
-def test_rows_are_bit_equal_for_every_number_of_rows(
-    dtype: torch.dtype, out_features: int, in_features: int, has_pairs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_bit_equal_for_every_number_of_rows(dtype: torch.dtype, out_features: int, in_features: int) -> None:
     """Of every type, with and without instructions for bfloat16, as `dense` chooses unasked."""
-    monkeypatch.setattr(library(), "has_pairs", has_pairs)
     generator = torch.Generator().manual_seed(0)
     weight, bias, x = (
         torch.randn(shape, generator=generator).to(dtype)

@@ -112,7 +112,8 @@ void add_panel(const PanelWork &work) {
     }
 }
 
-// Many rows meet bfloat16 widened to float32: once for all of them, a piece of the panel at a time.
+// Many rows meet bfloat16 widened to float32: once for all of them, a piece of the panel at a time. Up to two tiles, and
+// where registers are few, were not clearly faster with it.
 void add_widened(const PanelWork &work) {
     float *numbers = (float *)scratch(OF_PANEL, smaller(work.depth, PIECE) * PANEL * 4);
     for (i64 k = 0; k < work.depth || k == 0; k += PIECE) {
