@@ -27,7 +27,7 @@ from protos import shards_pb2 as protos_dot_shards__pb2
 from protos import worker_pb2 as protos_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/frontend.proto\x12\toctavo.v1\x1a\x16protos/inference.proto\x1a\x13protos/shards.proto\x1a\x13protos/worker.proto\"`\n\x10\x43heckRoomRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rnum_preparing\x18\x03 \x01(\r\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\"8\n\x11\x43heckRoomResponse\x12#\n\x07refused\x18\x01 \x01(\x0b\x32\x12.octavo.v1.Refused\"\x15\n\x13ListAdaptersRequest\"%\n\x14ListAdaptersResponse\x12\r\n\x05names\x18\x01 \x03(\t\";\n\x0f\x46rontendMessage\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.octavo.v1.FrontendEvent\"\xfe\x01\n\rFrontendEvent\x12)\n\tlistening\x18\x01 \x01(\x0b\x32\x14.octavo.v1.ListeningH\x00\x12)\n\x05group\x18\x02 \x01(\x0b\x32\x18.octavo.v1.PreparedGroupH\x00\x12.\n\x0csequence_end\x18\x03 \x01(\x0b\x32\x16.octavo.v1.SequenceEndH\x00\x12(\n\x06\x63losed\x18\x04 \x01(\x0b\x32\x16.octavo.v1.GroupClosedH\x00\x12%\n\x07refused\x18\x05 \x01(\x0b\x32\x12.octavo.v1.RefusedH\x00\x12\x0e\n\x04\x65\x63ho\x18\x06 \x01(\x08H\x00\x42\x06\n\x04kind\"\x18\n\tListening\x12\x0b\n\x03pid\x18\x01 \x01(\r\"\xc2\x04\n\rPreparedGroup\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x32\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x19.octavo.v1.SamplingParams\x12\x1c\n\x14prompt_token_ids_i32\x18\x05 \x01(\x0c\x12+\n\x07resumed\x18\x06 \x03(\x0b\x32\x1a.octavo.v1.ResumedSequence\x12\x16\n\x0emax_num_tokens\x18\x07 \x01(\r\x12\x12\n\narrival_ns\x18\x08 \x01(\x03\x12\x19\n\x0c\x65os_token_id\x18\t \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\t\x12\x12\n\ncache_salt\x18\r \x01(\t\x12\x16\n\x0ereads_logprobs\x18\x0e \x01(\x08\x12\x10\n\x08replaces\x18\x0f \x01(\x08\x12&\n\tbad_words\x18\x10 \x03(\x0b\x32\x13.octavo.v1.TokenIds\x12\x19\n\x11model_fingerprint\x18\x11 \x01(\t\x12\x11\n\tnum_bytes\x18\x13 \x01(\x04\x12\x13\n\x0btraceparent\x18\x18 \x01(\t\x12\x12\n\ntracestate\x18\x19 \x01(\t\x12.\n\x0c\x65\x61rlier_life\x18\x12 \x01(\x0b\x32\x18.octavo.v1.GroupCountersB\x0f\n\r_eos_token_id\"=\n\x0fResumedSequence\x12\x15\n\rtoken_ids_i32\x18\x01 \x01(\x0c\x12\x13\n\x0bis_finished\x18\x02 \x01(\x08\",\n\x0bSequenceEnd\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\"\x1d\n\x0bGroupClosed\x12\x0e\n\x06number\x18\x01 \x01(\r\"J\n\x0b\x43oreMessage\x12$\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x14.octavo.v1.CoreEvent\x12\x15\n\ris_queue_full\x18\x02 \x01(\x08\"\xf1\x02\n\tCoreEvent\x12%\n\x05state\x18\x01 \x01(\x0b\x32\x14.octavo.v1.CoreStateH\x00\x12\'\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x13.octavo.v1.AdmittedH\x00\x12%\n\x07refused\x18\x03 \x01(\x0b\x32\x12.octavo.v1.RefusedH\x00\x12)\n\x06tokens\x18\x04 \x01(\x0b\x32\x17.octavo.v1.TokenColumnsH\x00\x12!\n\x05\x62\x65\x61ms\x18\x05 \x01(\x0b\x32\x10.octavo.v1.BeamsH\x00\x12\"\n\x03\x65nd\x18\x06 \x01(\x0b\x32\x13.octavo.v1.GroupEndH\x00\x12\x39\n\x0fprompt_logprobs\x18\x07 \x01(\x0b\x32\x1e.octavo.v1.GroupPromptLogprobsH\x00\x12(\n\x06report\x18\x08 \x01(\x0b\x32\x16.octavo.v1.ShardReportH\x00\x12\x0e\n\x04\x65\x63ho\x18\t \x01(\x08H\x00\x42\x06\n\x04kind\"x\n\tCoreState\x12\x10\n\x08is_ready\x18\x02 \x01(\x08\x12\x13\n\x0bis_draining\x18\x03 \x01(\x08\x12\x15\n\ris_broken_off\x18\x04 \x01(\x08\x12\'\n\x06models\x18\x05 \x01(\x0b\x32\x17.octavo.v1.ServedModelsJ\x04\x08\x01\x10\x02\"u\n\x0cServedModels\x12%\n\x06models\x18\x01 \x03(\x0b\x32\x15.octavo.v1.KnownModel\x12\x14\n\x0c\x64\x65\x66\x61ult_name\x18\x02 \x01(\t\x12(\n\x07\x61waited\x18\x03 \x03(\x0b\x32\x17.octavo.v1.AwaitedModel\"1\n\x0c\x41waitedModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\"s\n\nKnownModel\x12*\n\x05model\x18\x01 \x01(\x0b\x32\x1b.octavo.v1.ModelDescription\x12\x1b\n\x13num_workers_serving\x18\x02 \x01(\r\x12\x1c\n\x14num_workers_draining\x18\x03 \x01(\r\"\x8d\x03\n\x10ModelDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nmodel_hash\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x07 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x08 \x01(\r\x12\x19\n\x11max_cached_tokens\x18\t \x01(\x04\x12\x12\n\nblock_size\x18\n \x01(\r\x12\x14\n\x0cmax_logprobs\x18\x0b \x01(\r\x12\x15\n\reos_token_ids\x18\x0c \x03(\r\x12\x18\n\x10tokenizer_sha256\x18\r \x01(\t\x12\x18\n\x10tokenizer_folder\x18\x0e \x01(\t\x12\x16\n\x0ekv_cache_dtype\x18\x0f \x01(\t\x12\x14\n\x0cquantization\x18\x10 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x11 \x01(\t\"\x1a\n\x08\x41\x64mitted\x12\x0e\n\x06number\x18\x01 \x01(\r\"\xbb\x01\n\x07Refused\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\x12+\n\nviolations\x18\x05 \x03(\x0b\x32\x17.octavo.v1.RefusedField\x12\x13\n\x0bis_too_long\x18\x06 \x01(\x08\x12(\n\nover_limit\x18\x07 \x01(\x0b\x32\x14.octavo.v1.OverLimit\"2\n\x0cRefusedField\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\"\xc4\x01\n\x0cTokenColumns\x12\x13\n\x0bnumbers_u32\x18\x01 \x01(\x0c\x12\x13\n\x0bindices_u16\x18\x02 \x01(\x0c\x12\x15\n\rtoken_ids_i32\x18\x03 \x01(\x0c\x12\x19\n\x11\x66inish_reasons_u8\x18\x04 \x01(\x0c\x12,\n\x08logprobs\x18\x05 \x01(\x0b\x32\x1a.octavo.v1.SequenceOutputs\x12*\n\x08\x63ounters\x18\x06 \x03(\x0b\x32\x18.octavo.v1.GroupCounters\"\x82\x01\n\rGroupCounters\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x1a\n\x12\x66irst_scheduled_ns\x18\x02 \x01(\x03\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\r\x12\x11\n\tnum_moves\x18\x05 \x01(\r\"S\n\x13GroupPromptLogprobs\x12\x0e\n\x06number\x18\x01 \x01(\r\x12,\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1a.octavo.v1.SequenceOutputs\"^\n\x05\x42\x65\x61ms\x12)\n\nhypotheses\x18\x01 \x03(\x0b\x32\x15.octavo.v1.Hypothesis\x12*\n\x08\x63ounters\x18\x02 \x01(\x0b\x32\x18.octavo.v1.GroupCounters\"\xa7\x01\n\nHypothesis\x12\x15\n\rtoken_ids_i32\x18\x01 \x01(\x0c\x12\r\n\x05score\x18\x02 \x01(\x01\x12\x1a\n\x12\x63umulative_logprob\x18\x03 \x01(\x01\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.octavo.v1.FinishReason\x12\x14\n\x0clogprobs_f64\x18\x05 \x01(\x0c\x12\x11\n\tranks_u32\x18\x06 \x01(\x0c\"w\n\x08GroupEnd\x12.\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x17.octavo.v1.FinishReason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12*\n\x08\x63ounters\x18\x03 \x01(\x0b\x32\x18.octavo.v1.GroupCounters2\x9e\x02\n\x04\x43ore\x12\x41\n\x07\x43onnect\x12\x1a.octavo.v1.FrontendMessage\x1a\x16.octavo.v1.CoreMessage(\x01\x30\x01\x12:\n\x05\x41\x62ort\x12\x17.octavo.v1.AbortRequest\x1a\x18.octavo.v1.AbortResponse\x12\x46\n\tCheckRoom\x12\x1b.octavo.v1.CheckRoomRequest\x1a\x1c.octavo.v1.CheckRoomResponse\x12O\n\x0cListAdapters\x12\x1e.octavo.v1.ListAdaptersRequest\x1a\x1f.octavo.v1.ListAdaptersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/frontend.proto\x12\toctavo.v1\x1a\x16protos/inference.proto\x1a\x13protos/shards.proto\x1a\x13protos/worker.proto\"`\n\x10\x43heckRoomRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rnum_preparing\x18\x03 \x01(\r\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\"8\n\x11\x43heckRoomResponse\x12#\n\x07refused\x18\x01 \x01(\x0b\x32\x12.octavo.v1.Refused\"\x15\n\x13ListAdaptersRequest\"%\n\x14ListAdaptersResponse\x12\r\n\x05names\x18\x01 \x03(\t\";\n\x0f\x46rontendMessage\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.octavo.v1.FrontendEvent\"\xaa\x02\n\rFrontendEvent\x12)\n\tlistening\x18\x01 \x01(\x0b\x32\x14.octavo.v1.ListeningH\x00\x12)\n\x05group\x18\x02 \x01(\x0b\x32\x18.octavo.v1.PreparedGroupH\x00\x12.\n\x0csequence_end\x18\x03 \x01(\x0b\x32\x16.octavo.v1.SequenceEndH\x00\x12(\n\x06\x63losed\x18\x04 \x01(\x0b\x32\x16.octavo.v1.GroupClosedH\x00\x12%\n\x07refused\x18\x05 \x01(\x0b\x32\x12.octavo.v1.RefusedH\x00\x12\x0e\n\x04\x65\x63ho\x18\x06 \x01(\x08H\x00\x12*\n\x07\x61\x62orted\x18\x07 \x01(\x0b\x32\x17.octavo.v1.GroupAbortedH\x00\x42\x06\n\x04kind\"\x18\n\tListening\x12\x0b\n\x03pid\x18\x01 \x01(\r\"\xc2\x04\n\rPreparedGroup\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x32\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x19.octavo.v1.SamplingParams\x12\x1c\n\x14prompt_token_ids_i32\x18\x05 \x01(\x0c\x12+\n\x07resumed\x18\x06 \x03(\x0b\x32\x1a.octavo.v1.ResumedSequence\x12\x16\n\x0emax_num_tokens\x18\x07 \x01(\r\x12\x12\n\narrival_ns\x18\x08 \x01(\x03\x12\x19\n\x0c\x65os_token_id\x18\t \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\t\x12\x12\n\ncache_salt\x18\r \x01(\t\x12\x16\n\x0ereads_logprobs\x18\x0e \x01(\x08\x12\x10\n\x08replaces\x18\x0f \x01(\x08\x12&\n\tbad_words\x18\x10 \x03(\x0b\x32\x13.octavo.v1.TokenIds\x12\x19\n\x11model_fingerprint\x18\x11 \x01(\t\x12\x11\n\tnum_bytes\x18\x13 \x01(\x04\x12\x13\n\x0btraceparent\x18\x18 \x01(\t\x12\x12\n\ntracestate\x18\x19 \x01(\t\x12.\n\x0c\x65\x61rlier_life\x18\x12 \x01(\x0b\x32\x18.octavo.v1.GroupCountersB\x0f\n\r_eos_token_id\"=\n\x0fResumedSequence\x12\x15\n\rtoken_ids_i32\x18\x01 \x01(\x0c\x12\x13\n\x0bis_finished\x18\x02 \x01(\x08\",\n\x0bSequenceEnd\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\"\x1e\n\x0cGroupAborted\x12\x0e\n\x06number\x18\x01 \x01(\r\"\x1d\n\x0bGroupClosed\x12\x0e\n\x06number\x18\x01 \x01(\r\"J\n\x0b\x43oreMessage\x12$\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x14.octavo.v1.CoreEvent\x12\x15\n\ris_queue_full\x18\x02 \x01(\x08\"\xf1\x02\n\tCoreEvent\x12%\n\x05state\x18\x01 \x01(\x0b\x32\x14.octavo.v1.CoreStateH\x00\x12\'\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x13.octavo.v1.AdmittedH\x00\x12%\n\x07refused\x18\x03 \x01(\x0b\x32\x12.octavo.v1.RefusedH\x00\x12)\n\x06tokens\x18\x04 \x01(\x0b\x32\x17.octavo.v1.TokenColumnsH\x00\x12!\n\x05\x62\x65\x61ms\x18\x05 \x01(\x0b\x32\x10.octavo.v1.BeamsH\x00\x12\"\n\x03\x65nd\x18\x06 \x01(\x0b\x32\x13.octavo.v1.GroupEndH\x00\x12\x39\n\x0fprompt_logprobs\x18\x07 \x01(\x0b\x32\x1e.octavo.v1.GroupPromptLogprobsH\x00\x12(\n\x06report\x18\x08 \x01(\x0b\x32\x16.octavo.v1.ShardReportH\x00\x12\x0e\n\x04\x65\x63ho\x18\t \x01(\x08H\x00\x42\x06\n\x04kind\"x\n\tCoreState\x12\x10\n\x08is_ready\x18\x02 \x01(\x08\x12\x13\n\x0bis_draining\x18\x03 \x01(\x08\x12\x15\n\ris_broken_off\x18\x04 \x01(\x08\x12\'\n\x06models\x18\x05 \x01(\x0b\x32\x17.octavo.v1.ServedModelsJ\x04\x08\x01\x10\x02\"u\n\x0cServedModels\x12%\n\x06models\x18\x01 \x03(\x0b\x32\x15.octavo.v1.KnownModel\x12\x14\n\x0c\x64\x65\x66\x61ult_name\x18\x02 \x01(\t\x12(\n\x07\x61waited\x18\x03 \x03(\x0b\x32\x17.octavo.v1.AwaitedModel\"1\n\x0c\x41waitedModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\"s\n\nKnownModel\x12*\n\x05model\x18\x01 \x01(\x0b\x32\x1b.octavo.v1.ModelDescription\x12\x1b\n\x13num_workers_serving\x18\x02 \x01(\r\x12\x1c\n\x14num_workers_draining\x18\x03 \x01(\r\"\x8d\x03\n\x10ModelDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nmodel_hash\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x07 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x08 \x01(\r\x12\x19\n\x11max_cached_tokens\x18\t \x01(\x04\x12\x12\n\nblock_size\x18\n \x01(\r\x12\x14\n\x0cmax_logprobs\x18\x0b \x01(\r\x12\x15\n\reos_token_ids\x18\x0c \x03(\r\x12\x18\n\x10tokenizer_sha256\x18\r \x01(\t\x12\x18\n\x10tokenizer_folder\x18\x0e \x01(\t\x12\x16\n\x0ekv_cache_dtype\x18\x0f \x01(\t\x12\x14\n\x0cquantization\x18\x10 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x11 \x01(\t\"\x1a\n\x08\x41\x64mitted\x12\x0e\n\x06number\x18\x01 \x01(\r\"\xbb\x01\n\x07Refused\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\x12+\n\nviolations\x18\x05 \x03(\x0b\x32\x17.octavo.v1.RefusedField\x12\x13\n\x0bis_too_long\x18\x06 \x01(\x08\x12(\n\nover_limit\x18\x07 \x01(\x0b\x32\x14.octavo.v1.OverLimit\"2\n\x0cRefusedField\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\"\xc4\x01\n\x0cTokenColumns\x12\x13\n\x0bnumbers_u32\x18\x01 \x01(\x0c\x12\x13\n\x0bindices_u16\x18\x02 \x01(\x0c\x12\x15\n\rtoken_ids_i32\x18\x03 \x01(\x0c\x12\x19\n\x11\x66inish_reasons_u8\x18\x04 \x01(\x0c\x12,\n\x08logprobs\x18\x05 \x01(\x0b\x32\x1a.octavo.v1.SequenceOutputs\x12*\n\x08\x63ounters\x18\x06 \x03(\x0b\x32\x18.octavo.v1.GroupCounters\"\x82\x01\n\rGroupCounters\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x1a\n\x12\x66irst_scheduled_ns\x18\x02 \x01(\x03\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\r\x12\x11\n\tnum_moves\x18\x05 \x01(\r\"S\n\x13GroupPromptLogprobs\x12\x0e\n\x06number\x18\x01 \x01(\r\x12,\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1a.octavo.v1.SequenceOutputs\"^\n\x05\x42\x65\x61ms\x12)\n\nhypotheses\x18\x01 \x03(\x0b\x32\x15.octavo.v1.Hypothesis\x12*\n\x08\x63ounters\x18\x02 \x01(\x0b\x32\x18.octavo.v1.GroupCounters\"\xa7\x01\n\nHypothesis\x12\x15\n\rtoken_ids_i32\x18\x01 \x01(\x0c\x12\r\n\x05score\x18\x02 \x01(\x01\x12\x1a\n\x12\x63umulative_logprob\x18\x03 \x01(\x01\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.octavo.v1.FinishReason\x12\x14\n\x0clogprobs_f64\x18\x05 \x01(\x0c\x12\x11\n\tranks_u32\x18\x06 \x01(\x0c\"w\n\x08GroupEnd\x12.\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x17.octavo.v1.FinishReason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12*\n\x08\x63ounters\x18\x03 \x01(\x0b\x32\x18.octavo.v1.GroupCounters2\x9e\x02\n\x04\x43ore\x12\x41\n\x07\x43onnect\x12\x1a.octavo.v1.FrontendMessage\x1a\x16.octavo.v1.CoreMessage(\x01\x30\x01\x12:\n\x05\x41\x62ort\x12\x17.octavo.v1.AbortRequest\x1a\x18.octavo.v1.AbortResponse\x12\x46\n\tCheckRoom\x12\x1b.octavo.v1.CheckRoomRequest\x1a\x1c.octavo.v1.CheckRoomResponse\x12O\n\x0cListAdapters\x12\x1e.octavo.v1.ListAdaptersRequest\x1a\x1f.octavo.v1.ListAdaptersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,49 +45,51 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FRONTENDMESSAGE']._serialized_start=320
   _globals['_FRONTENDMESSAGE']._serialized_end=379
   _globals['_FRONTENDEVENT']._serialized_start=382
-  _globals['_FRONTENDEVENT']._serialized_end=636
-  _globals['_LISTENING']._serialized_start=638
-  _globals['_LISTENING']._serialized_end=662
-  _globals['_PREPAREDGROUP']._serialized_start=665
-  _globals['_PREPAREDGROUP']._serialized_end=1243
-  _globals['_RESUMEDSEQUENCE']._serialized_start=1245
-  _globals['_RESUMEDSEQUENCE']._serialized_end=1306
-  _globals['_SEQUENCEEND']._serialized_start=1308
-  _globals['_SEQUENCEEND']._serialized_end=1352
-  _globals['_GROUPCLOSED']._serialized_start=1354
-  _globals['_GROUPCLOSED']._serialized_end=1383
-  _globals['_COREMESSAGE']._serialized_start=1385
-  _globals['_COREMESSAGE']._serialized_end=1459
-  _globals['_COREEVENT']._serialized_start=1462
-  _globals['_COREEVENT']._serialized_end=1831
-  _globals['_CORESTATE']._serialized_start=1833
-  _globals['_CORESTATE']._serialized_end=1953
-  _globals['_SERVEDMODELS']._serialized_start=1955
-  _globals['_SERVEDMODELS']._serialized_end=2072
-  _globals['_AWAITEDMODEL']._serialized_start=2074
-  _globals['_AWAITEDMODEL']._serialized_end=2123
-  _globals['_KNOWNMODEL']._serialized_start=2125
-  _globals['_KNOWNMODEL']._serialized_end=2240
-  _globals['_MODELDESCRIPTION']._serialized_start=2243
-  _globals['_MODELDESCRIPTION']._serialized_end=2640
-  _globals['_ADMITTED']._serialized_start=2642
-  _globals['_ADMITTED']._serialized_end=2668
-  _globals['_REFUSED']._serialized_start=2671
-  _globals['_REFUSED']._serialized_end=2858
-  _globals['_REFUSEDFIELD']._serialized_start=2860
-  _globals['_REFUSEDFIELD']._serialized_end=2910
-  _globals['_TOKENCOLUMNS']._serialized_start=2913
-  _globals['_TOKENCOLUMNS']._serialized_end=3109
-  _globals['_GROUPCOUNTERS']._serialized_start=3112
-  _globals['_GROUPCOUNTERS']._serialized_end=3242
-  _globals['_GROUPPROMPTLOGPROBS']._serialized_start=3244
-  _globals['_GROUPPROMPTLOGPROBS']._serialized_end=3327
-  _globals['_BEAMS']._serialized_start=3329
-  _globals['_BEAMS']._serialized_end=3423
-  _globals['_HYPOTHESIS']._serialized_start=3426
-  _globals['_HYPOTHESIS']._serialized_end=3593
-  _globals['_GROUPEND']._serialized_start=3595
-  _globals['_GROUPEND']._serialized_end=3714
-  _globals['_CORE']._serialized_start=3717
-  _globals['_CORE']._serialized_end=4003
+  _globals['_FRONTENDEVENT']._serialized_end=680
+  _globals['_LISTENING']._serialized_start=682
+  _globals['_LISTENING']._serialized_end=706
+  _globals['_PREPAREDGROUP']._serialized_start=709
+  _globals['_PREPAREDGROUP']._serialized_end=1287
+  _globals['_RESUMEDSEQUENCE']._serialized_start=1289
+  _globals['_RESUMEDSEQUENCE']._serialized_end=1350
+  _globals['_SEQUENCEEND']._serialized_start=1352
+  _globals['_SEQUENCEEND']._serialized_end=1396
+  _globals['_GROUPABORTED']._serialized_start=1398
+  _globals['_GROUPABORTED']._serialized_end=1428
+  _globals['_GROUPCLOSED']._serialized_start=1430
+  _globals['_GROUPCLOSED']._serialized_end=1459
+  _globals['_COREMESSAGE']._serialized_start=1461
+  _globals['_COREMESSAGE']._serialized_end=1535
+  _globals['_COREEVENT']._serialized_start=1538
+  _globals['_COREEVENT']._serialized_end=1907
+  _globals['_CORESTATE']._serialized_start=1909
+  _globals['_CORESTATE']._serialized_end=2029
+  _globals['_SERVEDMODELS']._serialized_start=2031
+  _globals['_SERVEDMODELS']._serialized_end=2148
+  _globals['_AWAITEDMODEL']._serialized_start=2150
+  _globals['_AWAITEDMODEL']._serialized_end=2199
+  _globals['_KNOWNMODEL']._serialized_start=2201
+  _globals['_KNOWNMODEL']._serialized_end=2316
+  _globals['_MODELDESCRIPTION']._serialized_start=2319
+  _globals['_MODELDESCRIPTION']._serialized_end=2716
+  _globals['_ADMITTED']._serialized_start=2718
+  _globals['_ADMITTED']._serialized_end=2744
+  _globals['_REFUSED']._serialized_start=2747
+  _globals['_REFUSED']._serialized_end=2934
+  _globals['_REFUSEDFIELD']._serialized_start=2936
+  _globals['_REFUSEDFIELD']._serialized_end=2986
+  _globals['_TOKENCOLUMNS']._serialized_start=2989
+  _globals['_TOKENCOLUMNS']._serialized_end=3185
+  _globals['_GROUPCOUNTERS']._serialized_start=3188
+  _globals['_GROUPCOUNTERS']._serialized_end=3318
+  _globals['_GROUPPROMPTLOGPROBS']._serialized_start=3320
+  _globals['_GROUPPROMPTLOGPROBS']._serialized_end=3403
+  _globals['_BEAMS']._serialized_start=3405
+  _globals['_BEAMS']._serialized_end=3499
+  _globals['_HYPOTHESIS']._serialized_start=3502
+  _globals['_HYPOTHESIS']._serialized_end=3669
+  _globals['_GROUPEND']._serialized_start=3671
+  _globals['_GROUPEND']._serialized_end=3790
+  _globals['_CORE']._serialized_start=3793
+  _globals['_CORE']._serialized_end=4079
 # @@protoc_insertion_point(module_scope)

@@ -44,20 +44,22 @@ class FrontendMessage(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[FrontendEvent, _Mapping]]] = ...) -> None: ...
 
 class FrontendEvent(_message.Message):
-    __slots__ = ("listening", "group", "sequence_end", "closed", "refused", "echo")
+    __slots__ = ("listening", "group", "sequence_end", "closed", "refused", "echo", "aborted")
     LISTENING_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_END_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     ECHO_FIELD_NUMBER: _ClassVar[int]
+    ABORTED_FIELD_NUMBER: _ClassVar[int]
     listening: Listening
     group: PreparedGroup
     sequence_end: SequenceEnd
     closed: GroupClosed
     refused: Refused
     echo: bool
-    def __init__(self, listening: _Optional[_Union[Listening, _Mapping]] = ..., group: _Optional[_Union[PreparedGroup, _Mapping]] = ..., sequence_end: _Optional[_Union[SequenceEnd, _Mapping]] = ..., closed: _Optional[_Union[GroupClosed, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., echo: bool = ...) -> None: ...
+    aborted: GroupAborted
+    def __init__(self, listening: _Optional[_Union[Listening, _Mapping]] = ..., group: _Optional[_Union[PreparedGroup, _Mapping]] = ..., sequence_end: _Optional[_Union[SequenceEnd, _Mapping]] = ..., closed: _Optional[_Union[GroupClosed, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., echo: bool = ..., aborted: _Optional[_Union[GroupAborted, _Mapping]] = ...) -> None: ...
 
 class Listening(_message.Message):
     __slots__ = ("pid",)
@@ -126,6 +128,12 @@ class SequenceEnd(_message.Message):
     number: int
     index: int
     def __init__(self, number: _Optional[int] = ..., index: _Optional[int] = ...) -> None: ...
+
+class GroupAborted(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class GroupClosed(_message.Message):
     __slots__ = ("number",)

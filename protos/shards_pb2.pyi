@@ -14,7 +14,7 @@ class FrontRequests(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[FrontRequest, _Mapping]]] = ...) -> None: ...
 
 class FrontRequest(_message.Message):
-    __slots__ = ("claim", "released", "listening", "refused", "used", "abort", "echo")
+    __slots__ = ("claim", "released", "listening", "refused", "used", "abort", "echo", "aborted")
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     LISTENING_FIELD_NUMBER: _ClassVar[int]
@@ -22,14 +22,16 @@ class FrontRequest(_message.Message):
     USED_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     ECHO_FIELD_NUMBER: _ClassVar[int]
+    ABORTED_FIELD_NUMBER: _ClassVar[int]
     claim: IdClaim
     released: int
     listening: int
     refused: int
     used: ClaimUse
-    abort: HeldAbort
+    abort: IdAbort
     echo: int
-    def __init__(self, claim: _Optional[_Union[IdClaim, _Mapping]] = ..., released: _Optional[int] = ..., listening: _Optional[int] = ..., refused: _Optional[int] = ..., used: _Optional[_Union[ClaimUse, _Mapping]] = ..., abort: _Optional[_Union[HeldAbort, _Mapping]] = ..., echo: _Optional[int] = ...) -> None: ...
+    aborted: bool
+    def __init__(self, claim: _Optional[_Union[IdClaim, _Mapping]] = ..., released: _Optional[int] = ..., listening: _Optional[int] = ..., refused: _Optional[int] = ..., used: _Optional[_Union[ClaimUse, _Mapping]] = ..., abort: _Optional[_Union[IdAbort, _Mapping]] = ..., echo: _Optional[int] = ..., aborted: bool = ...) -> None: ...
 
 class IdClaim(_message.Message):
     __slots__ = ("number", "tenant", "request_id", "num_prompt_tokens", "num_sequences", "num_bytes")
@@ -47,7 +49,7 @@ class IdClaim(_message.Message):
     num_bytes: int
     def __init__(self, number: _Optional[int] = ..., tenant: _Optional[str] = ..., request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
-class HeldAbort(_message.Message):
+class IdAbort(_message.Message):
     __slots__ = ("number", "request_id", "tenant")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -72,18 +74,20 @@ class FrontAnswers(_message.Message):
     def __init__(self, answers: _Optional[_Iterable[_Union[FrontAnswer, _Mapping]]] = ...) -> None: ...
 
 class FrontAnswer(_message.Message):
-    __slots__ = ("state", "id", "aborted", "echo")
+    __slots__ = ("state", "id", "aborted", "echo", "abort_claim")
     STATE_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     ABORTED_FIELD_NUMBER: _ClassVar[int]
     ECHO_FIELD_NUMBER: _ClassVar[int]
+    ABORT_CLAIM_FIELD_NUMBER: _ClassVar[int]
     state: FrontState
     id: IdAnswer
-    aborted: AbortedHeld
+    aborted: IdAborted
     echo: int
-    def __init__(self, state: _Optional[_Union[FrontState, _Mapping]] = ..., id: _Optional[_Union[IdAnswer, _Mapping]] = ..., aborted: _Optional[_Union[AbortedHeld, _Mapping]] = ..., echo: _Optional[int] = ...) -> None: ...
+    abort_claim: int
+    def __init__(self, state: _Optional[_Union[FrontState, _Mapping]] = ..., id: _Optional[_Union[IdAnswer, _Mapping]] = ..., aborted: _Optional[_Union[IdAborted, _Mapping]] = ..., echo: _Optional[int] = ..., abort_claim: _Optional[int] = ...) -> None: ...
 
-class AbortedHeld(_message.Message):
+class IdAborted(_message.Message):
     __slots__ = ("number", "found")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     FOUND_FIELD_NUMBER: _ClassVar[int]

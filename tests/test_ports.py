@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import socket
+import subprocess
+import sys
+from subprocess import PIPE
 
 import pytest
 
+from octavo.shared import ports
 from octavo.shared.ports import BindError, PortInUse, check_port_is_free, free_port, free_ports, reachable
 
 
@@ -40,6 +45,27 @@ def test_no_port_is_given_twice_whoever_seeds_random_numbers() -> None:
     first = free_ports(3)
     random.seed(0)
     assert not set(first) & {*free_ports(3), free_port()}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ports are marked on Linux alone")
+def test_a_port_that_another_process_was_given_is_free_again_when_that_one_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    say = "from octavo.shared.ports import free_port; print(free_port(), flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", say], stdin=PIPE, stdout=PIPE, text=True) as other:
+        assert other.stdout is not None
+        given = int(other.stdout.readline())
+        drawn = itertools.cycle([given, 11_318])
+        monkeypatch.setattr("octavo.shared.ports._random.randrange", lambda *_: next(drawn))
+        assert free_port() == 11_318
+        other.communicate("\n", timeout=20)
+    assert free_port() == given
+
+
+def test_only_so_many_ports_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.shared.ports.MAX_GIVEN", 3)
+    given = free_ports(5)
+    assert [port for port, _ in ports._given] == given[2:]
 
 
 def test_addresses_by_which_a_server_is_reached() -> None:

@@ -8,15 +8,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import os
 import random
 import socket
+import sys
 from collections import deque
 from collections.abc import Collection
 
 LOOPBACK = "127.0.0.1"
 FREE_PORTS = (20_000, 32_000)  # Linux hands out 32,768 and up
 _random = random.SystemRandom()  # whoever seeds the module's own would get the same ports again
-_given = deque[int](maxlen=1000)  # by this process: their listeners may have yet to start
+_given = deque[tuple[int, int | None]]()  # by this process, and what `_mark` returned
+MAX_GIVEN = 200  # each has an open file; the listeners of older ones have long started
 
 
 class BindError(Exception):
@@ -78,17 +81,31 @@ def free_port() -> int:
 
 
 def free_ports(count: int, *, besides: Collection[int | None] = ()) -> list[int]:
-    """So many of them, no two the same, none that this process was given before, and none of `besides`: ports whose
-    listeners have yet to start."""
+    """So many of them, no two the same, none of `besides`, and none that was given lately: their listeners may have yet
+    to start. On Linux that counts every process of this network namespace that lives, elsewhere this one."""
     ports: list[int] = []
     while len(ports) < count:
         port = _random.randrange(*FREE_PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((LOOPBACK, port))
-            if port not in _given and port not in besides:
+            if port not in besides and all(port != given for given, _ in _given):
+                _given.append((port, _mark(port)))
                 ports.append(port)
-                _given.append(port)
+    while len(_given) > MAX_GIVEN:
+        _, mark = _given.popleft()
+        if mark is not None:
+            os.close(mark)
     return ports
+
+
+def _mark(port: int) -> int | None:
+    """Tells other processes that the port is given, as long as the file returned is open; raises OSError where one of
+    them told so. It is a socket in Linux' abstract namespace, which no other system has."""
+    if sys.platform != "linux":
+        return None
+    with socket.socket(socket.AF_UNIX) as mark:
+        mark.bind(f"\0octavo-port-{port}")
+        return mark.detach()
 
 
 def reachable(host: str, port: int) -> str:

@@ -182,6 +182,11 @@ class CoreLink:
         )
         return response.found
 
+    def abort_group(self, group: SequenceGroup) -> None:
+        """Has the core end it with ABORT; the end comes as any other does."""
+        if (number := self._numbers.get(group)) is not None:
+            self._outbox.put(frontend_pb2.FrontendEvent(aborted=frontend_pb2.GroupAborted(number=number)))
+
     async def adapters(self) -> list[str]:
         """Asks the core."""
         response: frontend_pb2.ListAdaptersResponse = await answer_of(

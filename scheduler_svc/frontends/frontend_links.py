@@ -137,6 +137,8 @@ class FrontendLink:
             self._submissions[number] = asyncio.create_task(self._submit(number, event.group))
         elif kind == "sequence_end":
             self._finish_sequence(event.sequence_end)
+        elif kind == "aborted":
+            self._abort(event.aborted.number)
         elif kind == "closed":
             self._abandon(event.closed.number)
         elif kind == "refused":
@@ -193,6 +195,12 @@ class FrontendLink:
         for sequence in group.sequences if group is not None else ():
             if sequence.index == end.index:
                 self._serving.engine.finish_sequence(sequence)
+
+    def _abort(self, number: int) -> None:
+        if (submission := self._submissions.get(number)) is not None:
+            submission.add_done_callback(lambda _: self._abort(number))  # it may not have begun
+        elif (group := self._groups.get(number)) is not None:
+            self._serving.engine.abort_group(group)
 
     def _abandon(self, number: int) -> None:
         if (submission := self._submissions.pop(number, None)) is not None:

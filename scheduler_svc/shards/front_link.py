@@ -16,8 +16,8 @@ from scheduler_svc.frontends.outbox import Outbox
 GONE = "this server is shutting down"
 
 
-class AbortedWhileHeld(Exception):
-    """The request of a claim was ended before its tenant's turn had come."""
+class AbortedOnItsWay(Exception):
+    """A request was ended before a shard had it."""
 
 
 class FrontLink:
@@ -28,10 +28,18 @@ class FrontLink:
         self._outbox: Outbox[shards_pb2.FrontRequest] = Outbox()
         self._last_number = 0
         self._answers: dict[int, asyncio.Future[bool]] = {}  # to claims, questions whether one was aborted, and echoes
+        self._claims: dict[int, SequenceGroup] = {}  # that were sent, until they are refused or released
         self._is_closed = False
 
-    async def follow(self, on_state: Callable[[shards_pb2.FrontState], Awaitable[None]]) -> None:
-        """Takes what the parent says until it closes the link. Raises AioRpcError where it breaks."""
+    async def follow(
+        self,
+        on_state: Callable[[shards_pb2.FrontState], Awaitable[None]],
+        on_abort: Callable[[SequenceGroup], bool],
+    ) -> None:
+        """Takes what the parent says until it closes the link. Raises AioRpcError where it breaks.
+
+        `on_abort` ends the request of a claim, and says whether it was there to be ended.
+        """
         call = self._stub.Connect(self._messages())
         try:
             async for message in call:
@@ -40,6 +48,10 @@ class FrontLink:
                         await on_state(answer.state)
                     elif answer.HasField("aborted"):
                         self._settle(answer.aborted.number, answer.aborted.found)
+                    elif answer.HasField("abort_claim"):
+                        group = self._claims.get(answer.abort_claim)
+                        is_found = group is not None and on_abort(group)
+                        self._outbox.put(shards_pb2.FrontRequest(aborted=is_found))
                     elif answer.HasField("echo"):
                         self._settle(answer.echo, True)
                     else:
@@ -54,7 +66,7 @@ class FrontLink:
     async def claim(self, group: SequenceGroup) -> int | None:
         """The number of the claim, to be released; None: the id is live. Returns when the tenant may run it.
 
-        Raises NotReady, OverLimit, InvalidRequest, and AbortedWhileHeld.
+        Raises NotReady, OverLimit, InvalidRequest, and AbortedOnItsWay.
         """
         number, answer = self._ask()
         claim = shards_pb2.IdClaim(
@@ -66,18 +78,22 @@ class FrontLink:
             num_bytes=group.num_bytes,
         )
         self._outbox.put(shards_pb2.FrontRequest(claim=claim))
+        self._claims[number], is_granted = group, False
         try:
-            return number if await answer else None
+            is_granted = await answer
+            return number if is_granted else None
         except asyncio.CancelledError:
             self.release(number)
             raise
         finally:
             del self._answers[number]
+            if not is_granted:
+                self._claims.pop(number, None)
 
-    async def abort_held(self, request_id: str, tenant: str | None) -> bool:
-        """Ends requests of this id that are held by their tenant's limit, at any frontend; whether there were any."""
+    async def abort(self, request_id: str, tenant: str | None) -> bool:
+        """Ends live requests of this id, at any frontend, held or not; whether there were any. Raises NotReady."""
         number, answer = self._ask()
-        abort = shards_pb2.HeldAbort(number=number, request_id=request_id, tenant=tenant)
+        abort = shards_pb2.IdAbort(number=number, request_id=request_id, tenant=tenant)
         self._outbox.put(shards_pb2.FrontRequest(abort=abort))
         try:
             return await answer
@@ -103,10 +119,12 @@ class FrontLink:
 
     def release(self, number: int) -> None:
         """The request id that this number claimed is free again."""
+        self._claims.pop(number, None)
         self._outbox.put(shards_pb2.FrontRequest(released=number))
 
     def refuse(self, number: int) -> None:
         """As `release`, for a request that was never taken."""
+        self._claims.pop(number, None)
         self._outbox.put(shards_pb2.FrontRequest(refused=number))
 
     def use(self, number: int, num_tokens: int) -> None:
@@ -129,7 +147,7 @@ class FrontLink:
         elif answer.too_many_sequences:
             waiting.set_exception(InvalidRequest(FieldViolation("sampling_params.best_of", answer.too_many_sequences)))
         elif answer.is_aborted:
-            waiting.set_exception(AbortedWhileHeld)
+            waiting.set_exception(AbortedOnItsWay)
         else:
             waiting.set_result(not answer.is_taken)
 

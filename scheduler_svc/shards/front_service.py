@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from typing import Any
 
 import grpc
 import structlog
@@ -39,8 +41,8 @@ class FrontService(shards_pb2_grpc.FrontServicer):
         self.ids = LiveIds[_Box]()
         self._ledger = TenantLedger[tuple[_Box, int]](table) if table is not None else None
         self._state = shards_pb2.FrontState()
-        self._boxes: set[Outbox[shards_pb2.FrontAnswer]] = set()
-        self._claims: set[asyncio.Task[None]] = set()  # whose ids were live when they came
+        self._boxes: dict[_Box, deque[asyncio.Future[bool]]] = {}  # and aborts that each has yet to answer, in order
+        self._tasks: set[asyncio.Task[None]] = set()  # claims whose ids were live when they came, and aborts
 
     def set_state(self, state: shards_pb2.FrontState) -> None:
         """Tells every frontend there is, and each that comes."""
@@ -59,7 +61,7 @@ class FrontService(shards_pb2_grpc.FrontServicer):
     ) -> None:
         """One frontend's stream; the request ids that it claimed are released when it leaves."""
         box: Outbox[shards_pb2.FrontAnswer] = Outbox()
-        self._boxes.add(box)
+        aborts = self._boxes[box] = deque()
         box.put(shards_pb2.FrontAnswer(state=self._state))
         reading = asyncio.create_task(self._read(request_iterator, box))
         try:
@@ -67,8 +69,10 @@ class FrontService(shards_pb2_grpc.FrontServicer):
                 await context.write(shards_pb2.FrontAnswers(answers=answers))
         finally:
             reading.cancel()
-            self._boxes.discard(box)
+            del self._boxes[box]
             box.close()
+            for answer in aborts:
+                answer.set_result(False)  # what it had ends with it
             numbers = self.ids.release_all(box)
             if self._ledger is not None:
                 for number in numbers:
@@ -93,9 +97,7 @@ class FrontService(shards_pb2_grpc.FrontServicer):
             if self._claim(request.claim, box):
                 self._admit(request.claim, box)
             else:
-                task = asyncio.create_task(self._claim_later(request.claim, box))
-                self._claims.add(task)
-                task.add_done_callback(self._claims.discard)
+                self._begin(self._claim_later(request.claim, box))
         elif kind == "released":
             self.ids.release(box, request.released)
             if self._ledger is not None:
@@ -108,12 +110,18 @@ class FrontService(shards_pb2_grpc.FrontServicer):
             if self._ledger is not None:
                 self._ledger.charge((box, request.used.number), request.used.num_tokens, time.monotonic())
         elif kind == "abort":
-            found = self._abort_held(request.abort)
-            box.put(shards_pb2.FrontAnswer(aborted=shards_pb2.AbortedHeld(number=request.abort.number, found=found)))
+            self._begin(self._abort(request.abort, box))
+        elif kind == "aborted":
+            self._boxes[box].popleft().set_result(request.aborted)
         elif kind == "echo":
             box.put(shards_pb2.FrontAnswer(echo=request.echo))
         elif kind == "listening":
             log.info("frontend is listening", pid=request.listening)
+
+    def _begin(self, doing: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(doing)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _claim_later(self, claim: shards_pb2.IdClaim, box: Outbox[shards_pb2.FrontAnswer]) -> None:
         await asyncio.sleep(RELEASE_S)
@@ -124,6 +132,23 @@ class FrontService(shards_pb2_grpc.FrontServicer):
 
     def _claim(self, claim: shards_pb2.IdClaim, box: Outbox[shards_pb2.FrontAnswer]) -> bool:
         return self.ids.claim(box, claim.number, claim.tenant, claim.request_id)
+
+    async def _abort(self, abort: shards_pb2.IdAbort, asker: _Box) -> None:
+        """Held ones end here. The others may be at a shard, or on their way to one: who claimed them knows."""
+        found, asked = False, list[asyncio.Future[bool]]()
+        for claim in self.ids.find(abort.request_id, abort.tenant if abort.HasField("tenant") else None):
+            box, number = claim
+            if self._ledger is not None and self._ledger.is_held(claim):
+                self.ids.release(box, number)
+                self._answer_held(self._ledger.ended(claim))
+                box.put(shards_pb2.FrontAnswer(id=shards_pb2.IdAnswer(number=number, is_aborted=True)))
+                found = True
+            else:
+                box.put(shards_pb2.FrontAnswer(abort_claim=number))
+                asked.append(asyncio.get_running_loop().create_future())
+                self._boxes[box].append(asked[-1])
+        found = any(await asyncio.gather(*asked)) or found
+        asker.put(shards_pb2.FrontAnswer(aborted=shards_pb2.IdAborted(number=abort.number, found=found)))
 
     # ---- limits of tenants ------------------------------------------------------------------------------------------
 
@@ -152,18 +177,6 @@ class FrontService(shards_pb2_grpc.FrontServicer):
         if answer.HasField("over_limit") or answer.too_many_sequences:
             self.ids.release(box, claim.number)
         box.put(shards_pb2.FrontAnswer(id=answer))
-
-    def _abort_held(self, abort: shards_pb2.HeldAbort) -> bool:
-        """Whether there was one. Those that went to a shard already are that one's to end."""
-        if self._ledger is None:
-            return False
-        tenant = abort.tenant if abort.HasField("tenant") else None
-        held = [claim for claim in self.ids.find(abort.request_id, tenant) if self._ledger.is_held(claim)]
-        for box, number in held:
-            self.ids.release(box, number)
-            self._answer_held(self._ledger.ended((box, number)))
-            box.put(shards_pb2.FrontAnswer(id=shards_pb2.IdAnswer(number=number, is_aborted=True)))
-        return bool(held)
 
     def _answer_held(self, claims: Iterable[tuple[_Box, int]]) -> None:
         for box, number in claims:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Collection, Iterable
+from collections.abc import Collection
 from functools import partial
 
 import grpc
@@ -26,7 +26,7 @@ from scheduler_svc.frontends.core_link import StateListener
 from scheduler_svc.models.served_models import ServedModels
 from scheduler_svc.output.mailboxes import Mailboxes
 from scheduler_svc.output.output_processor import take_end
-from scheduler_svc.shards.front_link import AbortedWhileHeld, FrontLink
+from scheduler_svc.shards.front_link import AbortedOnItsWay, FrontLink
 from scheduler_svc.shards.group_wants import wanted_of
 from scheduler_svc.shards.routing_table import RoutingTable, Wanted
 from scheduler_svc.shards.shard_link import DrawnTokens, ShardLink
@@ -82,6 +82,7 @@ class ShardedCore:
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._homes: dict[SequenceGroup, ShardLink] = {}
         self._ids: dict[SequenceGroup, int] = {}  # numbers of their claims
+        self._aborted: set[SequenceGroup] = set()  # that have yet to end
         self._counts_tokens = counts_tokens
         self._used: dict[SequenceGroup, tuple[int, int]] = {}  # tokens that it brought along, and generated ones told
         self._moves: dict[SequenceGroup, asyncio.Task[None]] = {}
@@ -98,7 +99,7 @@ class ShardedCore:
         self._on_state = on_state
         looking = asyncio.create_task(self._look_after_waiting())
         try:
-            await self._front.follow(self._take_front_state)
+            await self._front.follow(self._take_front_state, self._abort_here)
         finally:
             self._is_closing = True
             tasks = [looking, *self._followers.values(), *self._moves.values()]
@@ -139,13 +140,15 @@ class ShardedCore:
             self._ids[group] = await self._claim(group, replaces)
             if self._counts_tokens:
                 self._used[group] = group.output.num_tokens, 0
-        except AbortedWhileHeld:
+        except AbortedOnItsWay:
             return self._end(group, FinishReason.ABORT, "")
         except RequestRefused as refusal:
             self.refused(refusal)
             raise
         try:
             await self._submit_anywhere(group)
+        except AbortedOnItsWay:
+            self._end(group, FinishReason.ABORT, "")
         except RequestRefused:
             self._used.pop(group, None)
             self._front.refuse(self._ids.pop(group))
@@ -169,13 +172,22 @@ class ShardedCore:
         self._release_id(group)
 
     async def abort(self, request_id: str, tenant: str | None) -> bool:
-        """At all shards, among the groups that wait for another one, and those that their tenant's limit holds."""
-        moving = [group for group in self._moves if group.request_id == request_id and tenant in (None, group.tenant)]
-        for group in moving:
+        """By the parent, which knows the frontend that has it, and only that one knows where it is.
+
+        Shards would not find a request on its way from the parent to one of them, or from one to another.
+        """
+        return await self._front.abort(request_id, tenant)
+
+    def _abort_here(self, group: SequenceGroup) -> bool:
+        """Ends a request that was claimed here; False: it is being ended already."""
+        if group in self._aborted:
+            return False
+        self._aborted.add(group)
+        if group in self._moves:
             self._end(group, FinishReason.ABORT, "")
-        at_shards = [link.abort(request_id, tenant) for link in self._open_links()]
-        found = await _any([*at_shards, self._front.abort_held(request_id, tenant)])
-        return found or bool(moving)
+        elif (link := self._homes.get(group)) is not None:
+            link.abort_group(group)
+        return True
 
     async def adapters(self) -> list[str]:
         """Those that any shard has; sorted."""
@@ -211,6 +223,7 @@ class ShardedCore:
             self._tell_use(group, number)
             self._used.pop(group, None)
             self._front.release(number)
+        self._aborted.discard(group)
 
     def _tell_use(self, group: SequenceGroup, number: int) -> None:
         """What it has generated here, where that is news to the parent, and the parent counts it."""
@@ -225,10 +238,12 @@ class ShardedCore:
     async def _submit_anywhere(
         self, group: SequenceGroup, *, is_moved: bool = False, besides: ShardLink | None = None
     ) -> None:
-        """`besides`: one that is not asked. Raises what the last of the others refuses it with."""
+        """`besides`: one that is not asked. Raises what the last of the others refuses it with, and AbortedOnItsWay."""
         refusal: RequestRefused = NotReady(NO_SHARD)
         asked = {besides} if besides is not None else set()
         while (link := self._choose(group, asked)) is not None:
+            if group in self._aborted:
+                raise AbortedOnItsWay
             self._homes[group] = link
             try:
                 return await link.submit(group, replaces=False, is_moved=is_moved)
@@ -272,6 +287,8 @@ class ShardedCore:
     def _move(self, group: SequenceGroup, leaving: ShardLink | None = None) -> None:
         """Its shard is lost, or cannot begin it: it goes on at another."""
         self._homes.pop(group, None)
+        if group in self._aborted:
+            return self._end(group, FinishReason.ABORT, "")
         self._drawn.give_to(group)
         group.output.begins_anew_elsewhere()
         group.num_moves += 1
@@ -429,8 +446,3 @@ class ShardedCore:
             self._complete_s = now_s
             return False
         return now_s - self._complete_s < self._wait_timeout_s
-
-
-async def _any(calls: Iterable[Awaitable[bool]]) -> bool:
-    answers = await asyncio.gather(*calls, return_exceptions=True)
-    return any(answer is True for answer in answers)

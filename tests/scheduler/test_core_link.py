@@ -163,6 +163,24 @@ async def test_a_reader_that_leaves_before_the_core_has_answered(tmp_path):
             await ends.check_nothing_is_kept()
 
 
+@pytest.mark.parametrize("is_answered", [True, False])
+async def test_one_that_is_aborted_ends_whether_the_core_has_answered_or_not(tmp_path, is_answered):
+    with FakeWorker(delay_s=0.01) as worker:
+        async with both_ends(tmp_path, worker) as ends:
+            submitting = asyncio.create_task(ends.submit())
+            while not ends.link._groups:
+                await asyncio.sleep(0)  # both events may go in one message
+            if is_answered:
+                await submitting
+            ends.link.abort_group(ends.link._groups[ends.link.next_number - 1])
+            group = await submitting
+            await until(lambda: group.output.is_finished, seconds=DEADLINE_S)
+            assert group.output.next_message().outputs[0].finish_reason == pb.FINISH_REASON_ABORT
+            ends.leave(group)
+            ends.link.abort_group(group)  # which nobody reads any more
+            await ends.check_nothing_is_kept()
+
+
 async def test_what_is_refused(tmp_path):
     with FakeWorker(delay_s=0.05, max_num_seqs=1) as worker:
         async with both_ends(tmp_path, worker, max_waiting_requests=1, worker_wait_timeout=5.0) as ends:

@@ -12,7 +12,7 @@ from protos import inference_pb2 as pb
 from protos import shards_pb2
 from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.core.sequences.sequence import SequenceGroup
-from scheduler_svc.errors import FieldViolation, InvalidRequest
+from scheduler_svc.errors import FieldViolation, InvalidRequest, QueueFull
 from scheduler_svc.output.mailboxes import Mailboxes
 from scheduler_svc.shards.shard_link import ShardLink
 from scheduler_svc.shards.sharded_core import ShardedCore
@@ -53,6 +53,46 @@ async def test_a_group_that_cannot_go_on_ends_whatever_the_reason(error: Excepti
         reason, message = await reader.ends.get()
         assert reason is FinishReason.ERROR and says in message
         assert not core._moves
+
+
+@pytest.mark.parametrize("where", ["before a shard has it", "at a shard that refuses it", "at a shard that is lost"])
+async def test_a_request_that_is_aborted_on_its_way_ends_there(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """The parent tells of an abort right behind its answer to the claim, and does not know where the request is."""
+    group = SequenceGroup("r", [1], pb.SamplingParams(), max_num_tokens=9, arrival_ns=0, output=(reader := Reader()))
+    submitted, aborted = list[ShardLink](), list[SequenceGroup]()
+
+    async def claim(claimed: SequenceGroup) -> int:
+        if where == "before a shard has it":
+            assert core._abort_here(claimed) and not core._abort_here(claimed)
+        return 1
+
+    async def submit(link: ShardLink, group: SequenceGroup, **_: object) -> None:
+        submitted.append(link)
+        if where == "at a shard that refuses it":
+            assert core._abort_here(group)
+            raise QueueFull("full", retry_after_s=1.0)
+
+    async with grpc.aio.insecure_channel("unix:/nowhere") as channel, asyncio.timeout(20):
+        mailboxes = Mailboxes(asyncio.get_running_loop())
+        core = ShardedCore(channel, mailboxes, num_shards=2, wait_timeout_s=20.0, max_losses=3)
+        shards = [
+            ShardLink(channel, mailboxes, index, core._table, core._drawn, core._shared_models, core._on_group_ended)
+            for index in range(2)
+        ]
+        monkeypatch.setattr(core._front, "claim", claim)
+        monkeypatch.setattr(
+            core, "_choose", lambda _, asked: next((link for link in shards if link not in asked), None)
+        )
+        monkeypatch.setattr(ShardLink, "submit", submit)
+        monkeypatch.setattr(ShardLink, "abort_group", lambda _, group: aborted.append(group))
+        monkeypatch.setattr(ShardLink, "unfinished", lambda _: [group])
+        await core.submit(group, replaces=False)
+        if where == "at a shard that is lost":
+            assert reader.ends.empty() and core._abort_here(group) and aborted == [group]
+            core._on_lost(shards[0])
+        assert await reader.ends.get() == (FinishReason.ABORT, "")
+        assert submitted == ([] if where == "before a shard has it" else shards[:1])
+        assert not (core._moves or core._homes or core._ids or core._aborted)
 
 
 async def test_a_former_life_of_a_shard_that_ends_late_leaves_its_next_one_alone(

@@ -30,7 +30,7 @@ from scheduler_svc.limits.over_limit import OverLimit
 from scheduler_svc.models.served_models import KnownModel, ServedModels
 from scheduler_svc.output.mailboxes import Mailboxes
 from scheduler_svc.shards.cached_bits import places
-from scheduler_svc.shards.front_link import AbortedWhileHeld, FrontLink
+from scheduler_svc.shards.front_link import AbortedOnItsWay, FrontLink
 from scheduler_svc.shards.front_service import FrontService
 from scheduler_svc.shards.group_wants import wanted_of
 from scheduler_svc.shards.live_ids import LiveIds
@@ -68,16 +68,16 @@ async def test_an_id_that_was_given_to_nobody_any_more_is_free_again(tmp_path: P
     await server.start()
     async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(20):
         link = FrontLink(channel)
-        following = asyncio.create_task(link.follow(_ignore))
+        following = asyncio.create_task(link.follow(_ignore, lambda group: False))
         group = Loop().group("a", tenant="t")
         number = await link.claim(group)
         assert number is not None
         given_up = asyncio.create_task(link.claim(group))
-        while not service._claims:
+        while not service._tasks:
             await asyncio.sleep(0.001)
         given_up.cancel()
         link.release(number)
-        while service._claims or len(service.ids):
+        while service._tasks or len(service.ids):
             await asyncio.sleep(0.001)
         assert await link.claim(group) is not None
         service.close()
@@ -92,9 +92,15 @@ async def test_a_claim_waits_for_its_tenants_turn_and_one_that_is_given_up_meanw
     server.add_insecure_port(address := f"unix:{tmp_path}/front")
     await server.start()
     a, b, c, d, e = (Loop().group(name, tenant="t") for name in "abcde")
+    aborted: list[SequenceGroup] = []
+
+    def abort(group: SequenceGroup) -> bool:
+        aborted.append(group)
+        return True
+
     async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(20):
         link = FrontLink(channel)
-        following = asyncio.create_task(link.follow(_ignore))
+        following = asyncio.create_task(link.follow(_ignore, abort))
         runs = await link.claim(a)
         given_up, waits = asyncio.create_task(link.claim(b)), asyncio.create_task(link.claim(c))
         while service.num_held < 2:
@@ -111,11 +117,12 @@ async def test_a_claim_waits_for_its_tenants_turn_and_one_that_is_given_up_meanw
         waits = asyncio.create_task(link.claim(e))
         while not service.num_held:
             await asyncio.sleep(0.001)
-        assert not await link.abort_held("e", "another") and not await link.abort_held("d", "t"), "which is not held"
-        assert await link.abort_held("e", "t") and service.num_held == 0
-        with pytest.raises(AbortedWhileHeld):
+        assert not await link.abort("e", "another") and await link.abort("d", "t"), "which is not held"
+        assert aborted == [d], "whoever has claimed it ends it"
+        assert await link.abort("e", "t") and service.num_held == 0 and aborted == [d]
+        with pytest.raises(AbortedOnItsWay):
             await waits
-        assert not await link.abort_held("e", None)
+        assert not await link.abort("e", None)
         with pytest.raises(OverLimit, match="requests_per_minute is 4, and 4 were made"):
             await link.claim(a)
         wide = Loop().group("f", tenant="t", num_outputs=2)
@@ -127,6 +134,37 @@ async def test_a_claim_waits_for_its_tenants_turn_and_one_that_is_given_up_meanw
         await asyncio.gather(following, waits, return_exceptions=True)
     await server.stop(None)
     assert len(service.ids) == service.num_held == 0
+
+
+async def test_an_abort_finds_what_another_frontend_has_and_is_answered_when_that_one_is_gone(tmp_path: Path) -> None:
+    service, server = FrontService(), grpc.aio.server()
+    shards_pb2_grpc.add_FrontServicer_to_server(service, server)
+    server.add_insecure_port(address := f"unix:{tmp_path}/front")
+    await server.start()
+    live = {name: Loop().group(name, tenant="t") for name in "abc"}
+    asked = asyncio.Event()
+
+    def end(group: SequenceGroup) -> bool:
+        if group is live["c"]:
+            asked.set()
+            leaving.cancel()  # before it has answered
+        return group is live["a"]
+
+    async with grpc.aio.insecure_channel(address) as its, grpc.aio.insecure_channel(address) as ours:
+        async with asyncio.timeout(20):
+            one, other = FrontLink(its), FrontLink(ours)
+            leaving = asyncio.create_task(one.follow(_ignore, end))
+            following = asyncio.create_task(other.follow(_ignore, lambda group: True))
+            numbers = {name: await one.claim(group) for name, group in live.items()}
+            assert await asyncio.gather(*(other.abort(name, "t") for name in "ab")) == [True, False]
+            assert await one.abort("a", None) and not await other.abort("d", None)
+            one.release(numbers["a"] or 0)
+            await one.catch_up()
+            assert not await other.abort("a", "t"), "it has ended"
+            assert not await other.abort("c", "t") and asked.is_set()
+            service.close()
+            await asyncio.gather(leaving, following, return_exceptions=True)
+    await server.stop(None)
 
 
 async def _ignore(state: shards_pb2.FrontState) -> None:
