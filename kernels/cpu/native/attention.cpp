@@ -307,17 +307,6 @@ void add_products(const float *a, i64 a_stride, const float *b, i64 b_stride, bo
         add_product<NUM, 1>(a, a_stride, b + column, b_stride, goes_on ? c + column : 0, c + column, c_stride, depth);
 }
 
-// `run` with the number of rows, 1 to MOST, as a constant.
-template <int NUM>
-struct Number {
-    static const int value = NUM;
-};
-template <int MOST, class Do>
-void with_rows(i64 rows, Do run) {
-    if (rows == MOST) run(Number<MOST>());
-    else if constexpr (MOST > 1) with_rows<MOST - 1>(rows, run);
-}
-
 // ---- softmax --------------------------------------------------------------------------------------------------------
 // Of a row's 64 scores those of keys after its token, or before its window, become -inf; the others get soft cap and
 // ALiBi. `distance` is the first key's position minus the token's.
@@ -570,7 +559,7 @@ struct Walk {
             i64 count = smaller(ROWS, end_row - row), num_keys = keys_seen(rows, row, count, here.first, here.end);
             if (num_keys <= 0) continue;
             const Place<S> &after = row + ROWS < end_row ? here : next;
-            with_rows<ROWS>(count, [&](auto number) {
+            with_number<ROWS>(count, [&](auto number) {
                 const int NUM = decltype(number)::value;
                 score_in_place<NUM>(rows.q + row * padded, padded, here, here.values, here.starts, rows.scores);
                 weigh_rows(rows, heads, row, count, here.first, rows.scores);
@@ -586,7 +575,7 @@ struct Walk {
         auto each = [&](auto run) {
             for (i64 row = first_row; row < end_row; row += MANY_ROWS) {
                 i64 count = smaller(MANY_ROWS, end_row - row), num_keys = keys_seen(rows, row, count, keys.first, end);
-                if (num_keys > 0) with_rows<MANY_ROWS>(count, [&](auto number) { run(number, row, num_keys); });
+                if (num_keys > 0) with_number<MANY_ROWS>(count, [&](auto number) { run(number, row, num_keys); });
             }
         };
         copy_lines<S>(a, (const S *)a.cache.keys, heads.of_keys, keys, padded, rows.lines);

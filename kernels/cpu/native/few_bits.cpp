@@ -127,18 +127,14 @@ void tile(const Records &records, const RecordLayout &layout, const PanelWork &w
         for (int v = 0; v < VECTORS; v++) store(c + r * PANEL + v * LANES, sums[r][v]);
 }
 
-template <class Codes, bool HAS_OFFSET, int ROWS>
-void tile_of(const Records &records, const RecordLayout &layout, const PanelWork &work) {
-    if (work.rows == ROWS)
-        tile<Codes, HAS_OFFSET, ROWS, false>(records, layout, work, 0, work.depth, work.start, 0, work.sums, SOON_BYTES,
-                                             0);
-    else if constexpr (ROWS > 1) tile_of<Codes, HAS_OFFSET, ROWS - 1>(records, layout, work);
-}
-
 template <class Codes, bool HAS_OFFSET>
 void add_panel(const Records &records, const PanelWork &work) {
     RecordLayout layout(records);
-    if (work.rows <= MOST_ROWS) return tile_of<Codes, HAS_OFFSET, MOST_ROWS>(records, layout, work);
+    if (work.rows <= MOST_ROWS)
+        return with_number<MOST_ROWS>(work.rows, [&](auto number) {
+            tile<Codes, HAS_OFFSET, decltype(number)::value, false>(records, layout, work, 0, work.depth, work.start, 0,
+                                                                    work.sums, SOON_BYTES, 0);
+        });
     float *numbers = (float *)scratch(OF_PANEL, smaller(work.depth, PIECE) * PANEL * 4);
     i64 ahead = work.has_next ? layout.panel_bytes(work.depth) : 0;
     for (i64 k = 0; k < work.depth; k += PIECE) {

@@ -67,15 +67,6 @@ void tile(const char *x, i64 x_stride, const char *w, i64 depth, const float *s,
         for (int v = 0; v < COLUMNS; v++) store(c + r * PANEL + v * LANES, sums[r][v]);
 }
 
-// The same for up to `ROWS` rows, by the tile that is made for their number.
-template <class Weight, int ROWS, int COLUMNS>
-void tile_of(i64 rows, const char *x, i64 x_stride, const char *w, i64 depth, const float *s, i64 s_stride, float *c,
-             const char *soon, i64 step) {
-    if (rows == ROWS) tile<Weight, ROWS, COLUMNS>(x, x_stride, w, depth, s, s_stride, c, soon, step);
-    else if constexpr (ROWS > 1)
-        tile_of<Weight, ROWS - 1, COLUMNS>(rows, x, x_stride, w, depth, s, s_stride, c, soon, step);
-}
-
 // Tiles of about as many rows each; a narrow third of the lines meets all of them before the next third. Each tile
 // prefetches its part of what is next, `line` bytes for each of these: memory would be idle during all but the first.
 template <class Weight>
@@ -83,15 +74,19 @@ void stream(i64 rows, const char *x, i64 x_stride, const char *w, i64 depth, con
             const char *soon, i64 line = Weight::LINE) {
     constexpr int COLUMNS = HAS_WIDE_REGISTERS ? VECTORS : 1;
     if (rows <= WIDE_ROWS)
-        return tile_of<Weight, WIDE_ROWS, VECTORS>(rows, x, x_stride, w, depth, s, s_stride, c, soon, line);
+        return with_number<WIDE_ROWS>(rows, [&](auto number) {
+            tile<Weight, decltype(number)::value, VECTORS>(x, x_stride, w, depth, s, s_stride, c, soon, line);
+        });
     i64 tiles = (rows + MOST_ROWS - 1) / MOST_ROWS, few = rows / tiles, num_longer = rows % tiles;
     i64 step = (line / VECTORS * COLUMNS + tiles - 1) / tiles;
     for (int v = 0; v < VECTORS; v += COLUMNS, w += COLUMNS * Weight::VECTOR)
         for (i64 i = 0, row = 0, count; i < tiles; i++, row += count, soon += depth * step) {
             count = few + (i < num_longer);
-            tile_of<Weight, MOST_ROWS, COLUMNS>(count, x + row * x_stride, x_stride, w, depth,
-                                                s + row * s_stride + v * LANES, s_stride, c + row * PANEL + v * LANES,
-                                                soon, step);
+            with_number<MOST_ROWS>(count, [&](auto number) {
+                tile<Weight, decltype(number)::value, COLUMNS>(x + row * x_stride, x_stride, w, depth,
+                                                               s + row * s_stride + v * LANES, s_stride,
+                                                               c + row * PANEL + v * LANES, soon, step);
+            });
         }
 }
 

@@ -81,12 +81,6 @@ void tile_of_bytes(const Group *groups, i64 stride, i64 num_groups, const char *
             store(out + r * out_stride + p * LANES, fma(totals[r][p], load(scale + p * LANES), load(bias + p * LANES)));
 }
 
-template <int NUM, int COLUMNS, class T, class... Rest>
-void tile_of_rows(i64 rows, Rest... rest) {
-    if (rows == NUM) tile_of_bytes<NUM, COLUMNS, T>(rest...);
-    else if constexpr (NUM > 1) tile_of_rows<NUM - 1, COLUMNS, T>(rows, rest...);
-}
-
 // What all tiles of a panel prefetch together of the next `bytes`: so many lines a group.
 i64 lines_a_group(i64 bytes, i64 rows, i64 num_groups) {
     i64 turns = (rows < ROWS ? 1 : rows / ROWS) * num_groups;
@@ -101,8 +95,11 @@ void rows_by_bytes(const Group *groups, i64 rows, i64 num_groups, const char *we
     const char *next = weight + COLUMNS * stride, *end = next + COLUMNS * stride;
     for (i64 row = 0; row < rows; row += ROWS) {
         i64 count = smaller(rows - row, ROWS);
-        tile_of_rows<ROWS, COLUMNS, T>(count, groups + row * num_groups, num_groups, num_groups, weight, stride, scale,
-                                       bias, out + row * out_stride, out_stride, next, next < end ? lines : 0);
+        with_number<ROWS>(count, [&](auto number) {
+            tile_of_bytes<decltype(number)::value, COLUMNS, T>(groups + row * num_groups, num_groups, num_groups,
+                                                               weight, stride, scale, bias, out + row * out_stride,
+                                                               out_stride, next, next < end ? lines : 0);
+        });
         next += num_groups * lines * CACHE_LINE;
     }
 }

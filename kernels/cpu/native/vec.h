@@ -52,6 +52,17 @@ INLINE T *at(T *start, i64 bytes) {
 INLINE i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
 INLINE i64 larger(i64 a, i64 b) { return a > b ? a : b; }
 
+// `run` with `count`, 1 to MOST, as a constant: how many rows a tile has, for one.
+template <int NUM>
+struct Number {
+    static const int value = NUM;
+};
+template <int MOST, class Do>
+INLINE void with_number(i64 count, Do run) {
+    if (count == MOST) run(Number<MOST>());
+    else if constexpr (MOST > 1) with_number<MOST - 1>(count, run);
+}
+
 // ---- elements -------------------------------------------------------------------------------------------------------
 // To nearest, ties to even. NaN stays NaN, whose low bits would else be rounded into another number.
 INLINE I rounded_to_bfloat16(F x) {
