@@ -131,6 +131,7 @@ ENGINES: dict[str, EngineKind] = {
     "llamacpp-q8_0": _llamacpp("int8", "8-bit"),
     "octavo-int4": _octavo("int4", "quantization=int4"),
     "octavo-gguf4": _octavo("int4", file="4-bit.gguf"),
+    "octavo-gguf4-bfloat16": _octavo("int4", "dtype=bfloat16", file="4-bit.gguf"),
     "octavo-gguf4-int8": _octavo("int4", "quantization=int8", file="4-bit.gguf"),  # rounded rows, as llama.cpp has
     "openvino-int4": _openvino("int4", "int4"),
     "llamacpp-gguf4": _llamacpp("int4", "4-bit"),

@@ -10,7 +10,7 @@ import torch
 
 from kernels import cpu
 from kernels.cpu.library import at_level
-from kernels.cpu.native.build import usable_levels
+from kernels.cpu.native.build import LEVELS, usable_levels
 from kernels.cpu.products.layer_product import Product
 from kernels.cpu.products.quantized_records import find_factors, pack_quantized
 from kernels.oracles import reference
@@ -21,6 +21,9 @@ from tests.kernels.quantized_weights import FORMATS, OF_FACTORS, awq, gptq, int8
 
 ALL = FORMATS | OF_FACTORS
 OF_INTEGERS = [name for name in ALL if not name.startswith("e")]  # not e4m3 or e2m1
+PAIRS = "avx512-bf16"  # the level, which a processor that has it need not take by itself
+WITHOUT_PAIRS = next(level for level in reversed(usable_levels()) if not LEVELS[level].has_pairs)
+HAS_PAIRS = pytest.mark.skipif(PAIRS not in usable_levels(), reason="this processor has no products of bfloat16 pairs")
 # out x in: a whole panel, less and more than one, and groups of which the last is short, where a format has such.
 SIZES = [(48, 256), (61, 768), (101, 1184)]
 
@@ -74,8 +77,33 @@ def test_products_have_the_bits_of_those_with_the_dequantised_weight(name: str, 
         torch.set_num_threads(num_threads)
         assert torch.equal(run(product, x[:rows]), of_floats(weight, bias, x[:rows])), rows
     rounded = x[:9].bfloat16()
-    assert torch.equal(run(product, rounded), of_floats(weight, bias, rounded))
-    assert torch.equal(run(product, rounded[8:]), run(product, rounded)[8:])
+    with at_level(WITHOUT_PAIRS):
+        assert torch.equal(run(product, rounded), of_floats(weight, bias, rounded))
+        assert torch.equal(run(product, rounded[8:]), run(product, rounded)[8:])
+
+
+@HAS_PAIRS
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_rows_of_bfloat16_meet_the_weight_itself_by_pairs(name: str, size: tuple[int, int]) -> None:
+    weight = weight_of(name, *size)
+    bias, product = torch.randn(size[0], generator=random(1)), product_of(weight)
+    with_bias = product_of(weight, bias)
+    each_input = torch.eye(weight.in_features, dtype=torch.bfloat16)
+    x = torch.randn(67, weight.in_features + 5, generator=random(2)).bfloat16()[:, 5:]
+    with at_level(PAIRS):
+        assert torch.equal(run(product, each_input), weight.dequantized().bfloat16().T)
+        found = run(with_bias, x)
+        for num_threads, first, end in ((2, 0, 67), (1, 66, 67), *((1, 0, rows) for rows in range(1, 18))):
+            torch.set_num_threads(num_threads)
+            assert torch.equal(run(with_bias, x[first:end]), found[first:end]), (first, end)
+    exact = x.double() @ weight.dequantized().double().T + bias.double()
+    # A sum over a group has a rounding for each of up to 32 inputs, that over groups two for each; bfloat16 has one.
+    num_roundings = 32 + 2 * -(-weight.in_features // 16)
+    order = slice(None) if weight.order is None else weight.order
+    magnitudes = x[:, order].double().abs() @ parts_of(weight).T
+    bound = (num_roundings + 1) * 2.0**-24 * (magnitudes + bias.double().abs()) + 2.0**-8 * exact.abs()
+    assert ((found.double() - exact).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -110,16 +138,22 @@ def rounded(weight: QuantizedWeight) -> QuantizedWeight:
     return replace(weight, inputs=Inputs.INT8)
 
 
+def parts_of(weight: QuantizedWeight) -> torch.Tensor:
+    """f64[out, in], magnitudes: a code by its scale, and the offset, which may be of another sign."""
+    offset = torch.zeros_like(weight.scale) if weight.offset is None else weight.offset
+    if weight.zero is not None:
+        offset = weight.scale * weight.zero
+    by_column = [
+        of.abs().repeat_interleave(weight.group, dim=1)[:, : weight.in_features] for of in (weight.scale, offset)
+    ]
+    return (weight.values().abs() * by_column[0] + by_column[1]).double()
+
+
 def most_error(weight: QuantizedWeight, bias: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Of float32 sums of pieces of 16 inputs, each of which is exact: it is rounded when it is multiplied by its scale
     and when it is added, and so is its offset; each time by 2^-24 of at most the sum of all magnitudes."""
-    scale, offset = weight.scale.abs(), torch.zeros_like(weight.scale) if weight.offset is None else weight.offset
-    if weight.zero is not None:
-        offset = weight.scale * weight.zero
-    by_column = [of.abs().repeat_interleave(weight.group, dim=1)[:, : weight.in_features] for of in (scale, offset)]
-    largest = weight.values().abs() * by_column[0] + by_column[1]
     pieces = -(-weight.in_features // 16)
-    return (4 * pieces + 2) * 2.0**-24 * (rows.abs() @ largest.double().T + bias.double().abs())
+    return (4 * pieces + 2) * 2.0**-24 * (rows.abs() @ parts_of(weight).T + bias.double().abs())
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

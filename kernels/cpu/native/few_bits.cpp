@@ -16,12 +16,6 @@ const i64 STEP = 8, MOST_ROWS = HAS_WIDE_REGISTERS ? 8 : 4;
 const i64 PIECE = HAS_WIDE_REGISTERS ? 192 : 64;  // inputs that are written out at a time: they stay in a near cache
 const i64 SOON_BYTES = 8192;                      // how far ahead up to MOST_ROWS rows prefetch, from panel to panel
 
-const int8_t TABLES[][LANES] = {
-    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
-    {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
-    {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},
-};
-
 // What the codes of input `i` of a step are, 16 outputs.
 template <class Number>
 struct FourBits {
@@ -46,7 +40,7 @@ struct FourBits {
 struct FromTable {
     Sixteen table;
 
-    explicit FromTable(const Records &records) : table(sixteen(TABLES[records.codes])) {}
+    explicit FromTable(const Records &records) : table(sixteen(CODES_OF_FOUR_BITS[records.codes])) {}
     template <int INDEX>
     INLINED F of(I words) const {
         return chosen<INDEX>(words, table);
@@ -64,12 +58,16 @@ struct FromInteger {  // from LEAST on
 struct EightBits {
     enum { INPUTS_AT_ONCE = 16 };
     explicit EightBits(const Records &) {}
-    INLINED F read(const char *step, int i, int v) const { return load_byte(step + i * PANEL + v * LANES); }
+    INLINED F read(const char *step, int i, int v) const {
+        return load_code((const int8_t *)step + i * PANEL + v * LANES);
+    }
 };
 struct E4m3Bits {
     enum { INPUTS_AT_ONCE = 16 };
     explicit E4m3Bits(const Records &) {}
-    INLINED F read(const char *step, int i, int v) const { return load((const E4m3 *)step + i * PANEL + v * LANES); }
+    INLINED F read(const char *step, int i, int v) const {
+        return load_code((const E4m3 *)step + i * PANEL + v * LANES);
+    }
 };
 
 // C [ROWS, 48] = S + x . W over `depth` inputs from `first` on. `out`: where W is written, float32 [inputs, 48], or 0.

@@ -3,8 +3,9 @@
 // A panel of 48 outputs is what a thread multiplies at a time: by some rows whose inputs stay in the second cache
 // level. Every sum starts with the bias and runs over the inputs in order, one fused multiply-add after the other.
 // Those of quantised rows are exact within a group, and groups are added in order (quantized.cpp says where the bias
-// comes in). So a row's result depends neither on the other rows nor on the number of threads nor on how the weight is
-// kept: bit for bit. Sums are float32, and rounded once where rows are bfloat16.
+// comes in). So a row's result depends neither on the other rows nor on the number of threads nor, unless pairs of
+// bfloat16 are multiplied, on how the weight is kept: bit for bit. Sums are float32, and rounded once where rows are
+// bfloat16.
 #include "records.h"
 
 namespace {
@@ -14,8 +15,15 @@ const i64 ROWS_BYTES = 512 << 10;  // of x that are multiplied before the next: 
 bool is_quantized(i64 kind) { return kind >= INT8; }
 bool takes_float32(i64 kind) { return kind < WEIGHT_PAIRS; }
 
+bool meets_pairs(const Product &product, i64 element) {
+    bool meets = RECORDS_MEET_PAIRS && element == BFLOAT16;
+    for (const Product *part = &product; part; part = part->next) meets &= part->kind == WEIGHT_RECORDS;
+    return meets;
+}
+
 // Bytes from a row to the next as kernels take them.
 i64 prepared_bytes(const Product &product, i64 element) {
+    if (meets_pairs(product, element)) return groups_of(product.num_in) * (i64)sizeof(PairGroup);
     if (is_quantized(product.kind)) return groups_of(product.num_in) * (i64)sizeof(Group);
     bool is_taken_as_it_is = !takes_float32(product.kind) || (element == FLOAT32 && !product.order);
     return is_taken_as_it_is ? 0 : product.num_in * 4;
@@ -30,6 +38,7 @@ void to_floats(const T *x, const i64 *order, i64 size, float *to) {
 
 void prepare_row(const Product &product, i64 element, const void *x, void *to) {
     i64 size = product.num_in;
+    if (meets_pairs(product, element)) return prepare_pairs((const Bfloat16 *)x, product.order, size, (PairGroup *)to);
     if (is_quantized(product.kind) && !product.order) return quantize_row(element, x, size, (Group *)to);
     float *numbers = is_quantized(product.kind) ? (float *)scratch(OF_ITEM, size * 4) : (float *)to;
     if (element == FLOAT32) to_floats((const float *)x, product.order, size, numbers);
@@ -78,7 +87,8 @@ struct FloatItem {
         float *sums = (float *)scratch(OF_ITEM, count * PANEL * 4);
         PanelWork work = {x + row * x_stride, x_stride, count, part.num_in,
                           place.weight(),     start,    sums,  !place.is_last() && item + 1 < end};
-        if (part.kind == WEIGHT_RECORDS) add_few_bits(part.records, work);
+        if (meets_pairs(product, element)) add_few_bits_by_pairs(part.records, work);
+        else if (part.kind == WEIGHT_RECORDS) add_few_bits(part.records, work);
         else add_floats(part.kind, work);
         char *to = out + (row * out_stride + place.out_column) * element_bytes(element);
         write_sums(sums, count, width, element, to, out_stride);

@@ -1,6 +1,7 @@
 // Products of rows with packed weights, whichever way these are kept; see products.cpp.
 #pragma once
 #include "threads.h"
+#include "tiles.h"
 
 enum Element { FLOAT32, BFLOAT16 };  // of rows
 // How a weight is kept. Of the first four numbers say exactly what the weight is, and rows are not rounded; PAIRS are
@@ -59,6 +60,16 @@ struct PanelWork {
     bool has_next;
     i64 start_stride = 0;
 };
+// Rows of bfloat16 as records are multiplied by where an instruction multiplies pairs of them: of each group of 32
+// inputs the pairs, of each eight inputs i and i + 4; and their sums, of all and of each half. Rows of a panel's work
+// are then of these.
+struct PairGroup {
+    uint16_t pairs[GROUP];
+    float sum, half[2];
+};
+enum { RECORDS_MEET_PAIRS = HAS_PAIRS && !HAS_TILES };
+void prepare_pairs(const Bfloat16 *x, const i64 *order, i64 size, PairGroup *groups);
+void add_few_bits_by_pairs(const Records &records, const PanelWork &work);
 i64 panel_bytes(const Product &product);
 void add_floats(i64 kind, const PanelWork &work);
 void add_few_bits(const Records &records, const PanelWork &work);

@@ -62,7 +62,15 @@ struct Cursor {
     }
 };
 
-INLINE F load_byte(const char *p) { return to_float(widen((const int8_t *)p)); }
+const int8_t CODES_OF_FOUR_BITS[][LANES] = {
+    // what UINT4, INT4 and E2M1 say
+    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
+    {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},
+};
+INLINE F load_code(const int8_t *p) { return to_float(widen(p)); }
+INLINE F load_code(const E4m3 *p) { return load(p); }
+INLINE F load_byte(const char *p) { return load_code((const int8_t *)p); }
 
 // Scales and offsets of the outputs from `lane` on, of a group in `line` of a record; exact.
 template <bool HAS_OFFSET, int COLUMNS>

@@ -141,6 +141,22 @@ INLINE I dot_bytes(I sums, I weights, Quad inputs) {
 #ifdef __AVX512BF16__
 enum { HAS_PAIRS = 1 };
 INLINE F dot_pairs(F a, F b, F sums) { return {_mm512_dpbf16_ps(sums.v, (__m512bh)a.v, (__m512bh)b.v)}; }
+// Sixteen integers as bfloat16, and what bits 4 INDEX .. 4 INDEX + 3 of each half of each lane choose of them: a pair.
+struct SixteenOfPairs {
+    __m512i v;
+};
+INLINE SixteenOfPairs sixteen_of_pairs(const int8_t *p) {
+    __m256i numbers = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(to_float(widen(p)).v), 16));
+    return {_mm512_broadcast_i64x4(numbers)};  // twice, as five bits choose
+}
+template <int INDEX>
+INLINE F chosen_pair(I x, SixteenOfPairs table) {
+    return {_mm512_castsi512_ps(_mm512_permutexvar_epi16(shift_right<4 * INDEX>(x).v, table.v))};
+}
+// Of numbers that bfloat16 has.
+INLINE F as_pair(F low, F high) {
+    return {_mm512_castsi512_ps(_mm512_mask_blend_epi16(0xaaaaaaaa, shift_right<16>(bits_of(low)).v, bits_of(high).v))};
+}
 #else
 enum { HAS_PAIRS = 0 };
 INLINE F dot_pairs(F, F, F sums) { return sums; }
