@@ -7,11 +7,10 @@
 // table that a register holds: two instructions for 32 numbers.
 #include "records.h"
 
+#ifdef __AVX512BF16__
 namespace {
 
 const i64 HALF = GROUP / 2;
-
-#ifdef __AVX512BF16__
 const i64 MOST_ROWS = 8, STEP = 8;
 const i64 SOON_BYTES = 8192;  // how far ahead up to MOST_ROWS rows prefetch, from panel to panel
 
@@ -100,11 +99,9 @@ void add_panel(const Records &records, const PanelWork &work) {
         soon += work.depth / Codes::INPUTS_AT_ONCE * soon_step;
     }
 }
-#endif
 
 }  // namespace
 
-#ifdef __AVX512BF16__
 void add_few_bits_by_pairs(const Records &records, const PanelWork &work) {
     bool has_offset = records.offset != NO_OFFSET;
     if (records.codes == CODES_INT8 && has_offset) add_panel<PairsOfBytes<int8_t>, true>(records, work);
@@ -113,9 +110,6 @@ void add_few_bits_by_pairs(const Records &records, const PanelWork &work) {
     else if (has_offset) add_panel<PairsOfFourBits, true>(records, work);
     else add_panel<PairsOfFourBits, false>(records, work);
 }
-#else
-void add_few_bits_by_pairs(const Records &, const PanelWork &) {}
-#endif
 
 void prepare_pairs(const Bfloat16 *x, const i64 *order, i64 size, PairGroup *groups) {
     for (i64 first = 0; first < size; first += GROUP, groups++) {
@@ -125,8 +119,12 @@ void prepare_pairs(const Bfloat16 *x, const i64 *order, i64 size, PairGroup *gro
             for (i64 i = 0; i < GROUP; i++) here[i] = x[order[first + i]];
             from = here;
         }
-        for (i64 i = 0; i < GROUP; i++) groups->pairs[i / 8 * 8 + i % 4 * 2 + i / 4 % 2] = from[i].bits;
+        store_pairs(groups->pairs, from);
         for (i64 half = 0; half < 2; half++) groups->half[half] = sum_of_lanes(load(from + half * HALF));
         groups->sum = groups->half[0] + groups->half[1];
     }
 }
+#else
+void prepare_pairs(const Bfloat16 *, const i64 *, i64, PairGroup *) {}
+void add_few_bits_by_pairs(const Records &, const PanelWork &) {}
+#endif

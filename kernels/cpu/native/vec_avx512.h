@@ -153,6 +153,11 @@ template <int INDEX>
 INLINE F chosen_pair(I x, SixteenOfPairs table) {
     return {_mm512_castsi512_ps(_mm512_permutexvar_epi16(shift_right<4 * INDEX>(x).v, table.v))};
 }
+// Of each eight of 32 inputs the pairs of i and i + 4.
+INLINE void store_pairs(uint16_t *pairs, const Bfloat16 *x) {
+    const __m128i order = _mm_set_epi8(15, 14, 7, 6, 13, 12, 5, 4, 11, 10, 3, 2, 9, 8, 1, 0);  // of bytes
+    _mm512_storeu_si512(pairs, _mm512_shuffle_epi8(_mm512_loadu_si512(x), _mm512_broadcast_i32x4(order)));
+}
 // Of numbers that bfloat16 has.
 INLINE F as_pair(F low, F high) {
     return {_mm512_castsi512_ps(_mm512_mask_blend_epi16(0xaaaaaaaa, shift_right<16>(bits_of(low)).v, bits_of(high).v))};
