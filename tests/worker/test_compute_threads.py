@@ -213,8 +213,12 @@ def test_a_busy_process_is_seen_and_the_own_time_is_not_counted():
     assert before is not None and after is not None
     used = (used_after - used_before) / (after.now - before.now)
     assert used_by_others(before, after) > used - 0.2 and used > 0.05
-    idle = CoreTimes(after.now + 1.0, after.all_processes + 1.0, after.this_process + 1.0)
-    assert used_by_others(after, idle) == 0.0
+
+
+def test_nothing_is_used_by_others_where_this_process_used_all():
+    before, after = CoreTimes(10.0, 20.0, 5.0), CoreTimes(11.0, 21.0, 6.0)
+    assert used_by_others(before, after) == 0.0
+    assert used_by_others(before, CoreTimes(11.0, 21.5, 6.0)) == 0.5
 
 
 @pytest.mark.parametrize(
