@@ -39,11 +39,12 @@ _BYTE = 0x22  # of all weights: a small number in every type
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What a weight is kept in. Without records: a float type, or int8."""
+    """What a weight is kept in, and of what type rows are. Without records: a float type, pairs (uint32) or int8."""
 
     name: str
     kept_in: Records | torch.dtype
     are_rows_rounded: bool = False
+    rows: torch.dtype = torch.float32
 
     def product(self, out_features: int, in_features: int) -> Product:
         """One with a weight of its own."""
@@ -54,7 +55,8 @@ class Kind:
         if self.are_rows_rounded:
             shape = -(-out_features // PANEL), -(-in_features // GROUP), GROUP // 4, PANEL, 4
             return Product.of_int8(_filled(*shape), torch.ones(out_features), None, in_features)
-        panels, *line, last = packed_shape(self.kept_in, out_features, in_features)
+        inputs = in_features // 2 if self.kept_in == torch.uint32 else in_features
+        panels, *line, last = packed_shape(self.kept_in, out_features, inputs)
         packed = _filled(panels, *line, last * self.kept_in.itemsize).view(self.kept_in)
         return Product.of_floats(packed, None, out_features, in_features)
 
@@ -72,6 +74,10 @@ KINDS = [
     Kind("Q6_K", Records(Codes.INT8, Scale.FACTOR, Offset.NOTHING, 16)),
     Kind("Q8_0", Records(Codes.INT8, _GGUF_SCALE, Offset.NOTHING, 32)),
     Kind("fp8, blocks of 128", Records(Codes.E4M3, Scale.FLOAT32, Offset.NOTHING, 128)),
+    Kind("bfloat16, rows of bfloat16", torch.uint32, rows=torch.bfloat16),
+    Kind("Q4_0, rows of bfloat16", Records(Codes.INT4, _GGUF_SCALE, Offset.NOTHING, 32), rows=torch.bfloat16),
+    Kind("Q4_K, rows of bfloat16", Records(Codes.UINT4, Scale.FACTOR, Offset.FACTOR, 32), rows=torch.bfloat16),
+    Kind("Q6_K, rows of bfloat16", Records(Codes.INT8, Scale.FACTOR, Offset.NOTHING, 16), rows=torch.bfloat16),
     Kind("Q4_0, rounded rows", Records(Codes.INT4, _GGUF_SCALE, Offset.NOTHING, 32), are_rows_rounded=True),
     Kind("Q4_K, rounded rows", Records(Codes.UINT4, Scale.FACTOR, Offset.FACTOR, 32), are_rows_rounded=True),
     Kind("AWQ, GPTQ, rounded rows", Records(Codes.UINT4, _GGUF_SCALE, _ZERO, 128), are_rows_rounded=True),
@@ -93,12 +99,17 @@ def measure(out_features: int, in_features: int, rounds: int) -> list[dict[str, 
         first = kind.product(out_features, in_features)
         copies = max(1, _BYTES // first.weight_bytes)
         products[kind.name] = [first, *(kind.product(out_features, in_features) for _ in range(copies))]
-    rows = {count: (torch.ones(count, in_features), torch.empty(count, out_features)) for count in ROWS}
+    rows = {
+        (kind.rows, count): [torch.ones(count, size, dtype=kind.rows) for size in (in_features, out_features)]
+        for kind in fitting
+        for count in ROWS
+    }
     best = {(kind.name, count): float("inf") for kind in fitting for count in ROWS}
     numbers, read_s = _filled(_BYTES), float("inf")
     for _ in range(rounds):
         for kind in fitting:
-            for count, (x, out) in rows.items():
+            for count in ROWS:
+                x, out = rows[kind.rows, count]
                 some = products[kind.name] if count == 1 else products[kind.name][:2]
                 started = time.thread_time()
                 for product in some:
@@ -124,6 +135,8 @@ def measure(out_features: int, in_features: int, rounds: int) -> list[dict[str, 
 
 
 def _fits(kind: Kind, in_features: int) -> bool:
+    if kind.rows == torch.bfloat16 and not library().has_pairs:
+        return False
     return not isinstance(kind.kept_in, Records) or in_features % kind.kept_in.inputs == 0 or kind.kept_in.group > 32
 
 
