@@ -61,15 +61,17 @@ void tile(const Records &records, const RecordLayout &layout, const PanelWork &w
         const char *pairs = x + k / GROUP * (i64)sizeof(PairGroup) + half * (HALF * 2);
         for (int j = 0; j < Codes::INPUTS_AT_ONCE / STEP; j++, step += layout.step, pairs += STEP * 2) {
 #pragma GCC unroll 4
-            for (int i = 0; i < STEP / 2; i++)
+            for (int i = 0; i < STEP / 2; i++) {
+                F numbers[VECTORS];
 #pragma GCC unroll 3
-                for (int v = 0; v < VECTORS; v++) {
-                    F numbers = codes.read(step, i, v);
+                for (int v = 0; v < VECTORS; v++) numbers[v] = codes.read(step, i, v);
 #pragma GCC unroll 8
-                    for (int r = 0; r < ROWS; r++)
-                        dots[r][v] =
-                            dot_pairs(numbers, splat_at((const float *)(pairs + r * work.x_stride) + i), dots[r][v]);
+                for (int r = 0; r < ROWS; r++) {
+                    F inputs = splat_at((const float *)(pairs + r * work.x_stride) + i);
+#pragma GCC unroll 3
+                    for (int v = 0; v < VECTORS; v++) dots[r][v] = dot_pairs(inputs, numbers[v], dots[r][v]);
                 }
+            }
         }
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
