@@ -108,7 +108,8 @@ void add_panel(const PanelWork &work) {
 }
 
 // Many rows meet bfloat16 widened to float32: once for all of them, a piece of the panel at a time. Up to two tiles, and
-// where registers are few, were not clearly faster with it.
+// where registers are few, were not clearly faster with it. A Zen 5 is slower with it, and takes the level with pairs.
+const bool WIDENS_ONCE = HAS_WIDE_REGISTERS && !(HAS_PAIRS && !HAS_TILES);
 void add_widened(const PanelWork &work) {
     float *numbers = (float *)scratch(OF_PANEL, smaller(work.depth, PIECE) * PANEL * 4);
     for (i64 k = 0; k < work.depth || k == 0; k += PIECE) {
@@ -126,7 +127,7 @@ void add_widened(const PanelWork &work) {
 
 void add_floats(i64 kind, const PanelWork &work) {
     if (kind == WEIGHT_FLOAT32) add_panel<Float32Weight>(work);
-    else if (kind == WEIGHT_BFLOAT16 && HAS_WIDE_REGISTERS && work.rows > 2 * MOST_ROWS) add_widened(work);
+    else if (kind == WEIGHT_BFLOAT16 && WIDENS_ONCE && work.rows > 2 * MOST_ROWS) add_widened(work);
     else if (kind == WEIGHT_BFLOAT16) add_panel<Bfloat16Weight>(work);
     else if (HAS_TILES) add_pairs_by_tiles(work);
     else if (HAS_PAIRS) add_panel<PairWeight>(work);
