@@ -10,7 +10,7 @@ import torch
 
 from kernels import cpu
 from kernels.cpu.library import at_level
-from kernels.cpu.native.build import LEVELS, usable_levels
+from kernels.cpu.native.build import WITH_PAIRS, usable_levels
 from kernels.cpu.products.layer_product import Product
 from kernels.cpu.products.quantized_records import find_factors, pack_quantized
 from kernels.oracles import reference
@@ -21,9 +21,10 @@ from tests.kernels.quantized_weights import FORMATS, OF_FACTORS, awq, gptq, int8
 
 ALL = FORMATS | OF_FACTORS
 OF_INTEGERS = [name for name in ALL if not name.startswith("e")]  # not e4m3 or e2m1
-PAIRS = "avx512-bf16"  # the level, which a processor that has it need not take by itself
-WITHOUT_PAIRS = next(level for level in reversed(usable_levels()) if not LEVELS[level].has_pairs)
-HAS_PAIRS = pytest.mark.skipif(PAIRS not in usable_levels(), reason="this processor has no products of bfloat16 pairs")
+WITHOUT_PAIRS = next(level for level in reversed(usable_levels()) if level != WITH_PAIRS)
+HAS_PAIRS = pytest.mark.skipif(
+    WITH_PAIRS not in usable_levels(), reason="this processor has no products of bfloat16 pairs"
+)
 # out x in: a whole panel, less and more than one, and groups of which the last is short, where a format has such.
 SIZES = [(48, 256), (61, 768), (101, 1184)]
 
@@ -91,7 +92,7 @@ def test_rows_of_bfloat16_meet_the_weight_itself_by_pairs(name: str, size: tuple
     with_bias = product_of(weight, bias)
     each_input = torch.eye(weight.in_features, dtype=torch.bfloat16)
     x = torch.randn(67, weight.in_features + 5, generator=random(2)).bfloat16()[:, 5:]
-    with at_level(PAIRS):
+    with at_level(WITH_PAIRS):
         assert torch.equal(run(product, each_input), weight.dequantized().bfloat16().T)
         found = run(with_bias, x)
         for num_threads, first, end in ((2, 0, 67), (1, 66, 67), *((1, 0, rows) for rows in range(1, 18))):

@@ -9,22 +9,21 @@ import torch
 from torch.nn import functional
 
 from kernels.cpu.library import at_level, library
-from kernels.cpu.native.build import usable_levels
+from kernels.cpu.native.build import WITH_PAIRS, usable_levels
 from worker_svc.models.products.compiled_linear import CompiledLinear
 from worker_svc.models.products.dense import dense
 from worker_svc.models.products.float_linear import FloatLinear
 from worker_svc.models.products.packed_linear import packed_linear
 
-PAIRS = "avx512-bf16"  # the level, which a processor that has it need not take by itself
 HAS_PAIRS = pytest.mark.skipif(
-    not library().has_pairs and PAIRS not in usable_levels(),
+    not library().has_pairs and WITH_PAIRS not in usable_levels(),
     reason="this processor has no products of bfloat16 pairs",
 )
 
 
 @pytest.fixture(params=[False, pytest.param(True, marks=HAS_PAIRS)], ids=["floats", "pairs"])
 def has_pairs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with at_level(PAIRS if request.param and not library().has_pairs else library().level):
+    with at_level(WITH_PAIRS if request.param and not library().has_pairs else library().level):
         monkeypatch.setattr(library(), "has_pairs", request.param)
         yield
 

@@ -36,7 +36,7 @@ SANITIZED = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefin
 
 
 EMULATED = "amx-emulated"
-_WITH_PAIRS = "avx512-bf16"
+WITH_PAIRS = "avx512-bf16"
 _EMULATION = ["-DEMULATE_TILES"]
 _SCRATCH = "compiling-"  # begins the name of a folder in which a library is put together
 
@@ -74,7 +74,7 @@ LEVELS = {
     "avx2-vnni": _level([*_AVX2, "avxvnni"]),
     "avx512": _level(_AVX512),
     "avx512-vnni": _level([*_AVX512, "avx512vnni"]),
-    _WITH_PAIRS: _level(_BFLOAT16),
+    WITH_PAIRS: _level(_BFLOAT16),
     "amx": _level([*_BFLOAT16, "amx-tile", "amx-bf16", "amx-int8"]),
 }
 
@@ -98,9 +98,9 @@ def usable_levels() -> list[str]:
     without pairs is the faster one.
     """
     usable = [name for name, level in LEVELS.items() if level.needs <= processor_features()]
-    if _said_of_processor("vendor_id") == "GenuineIntel" and _WITH_PAIRS in usable:
-        usable.remove(_WITH_PAIRS)
-        usable.insert(usable.index("avx512-vnni"), _WITH_PAIRS)
+    if _said_of_processor("vendor_id") == "GenuineIntel" and WITH_PAIRS in usable:
+        usable.remove(WITH_PAIRS)
+        usable.insert(usable.index("avx512-vnni"), WITH_PAIRS)
     return usable
 
 

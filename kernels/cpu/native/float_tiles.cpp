@@ -8,7 +8,6 @@
 // of 8 has no place for that: it takes 6 rows by 16 columns, three times. Every sum runs over the inputs in order, one
 // fused multiply-add after the other, whatever tile it is in.
 #include "products.h"
-#include "tiles.h"
 
 namespace {
 
@@ -109,7 +108,7 @@ void add_panel(const PanelWork &work) {
 
 // Many rows meet bfloat16 widened to float32: once for all of them, a piece of the panel at a time. Up to two tiles, and
 // where registers are few, were not clearly faster with it. A Zen 5 is slower with it, and takes the level with pairs.
-const bool WIDENS_ONCE = HAS_WIDE_REGISTERS && !(HAS_PAIRS && !HAS_TILES);
+const bool WIDENS_ONCE = HAS_WIDE_REGISTERS && !HAS_FAST_PAIRS;
 void add_widened(const PanelWork &work) {
     float *numbers = (float *)scratch(OF_PANEL, smaller(work.depth, PIECE) * PANEL * 4);
     for (i64 k = 0; k < work.depth || k == 0; k += PIECE) {

@@ -3,6 +3,9 @@
 #include "threads.h"
 #include "tiles.h"
 
+// At the level that AMD's processors take. Intel's have tiles beside, and products of pairs alone are slow there.
+enum { HAS_FAST_PAIRS = HAS_PAIRS && !HAS_TILES };
+
 enum Element { FLOAT32, BFLOAT16 };  // of rows
 // How a weight is kept. Of the first four numbers say exactly what the weight is, and rows are not rounded; PAIRS are
 // of bfloat16, for rows of bfloat16; of the rest rows are quantised as they come.
@@ -67,7 +70,6 @@ struct PairGroup {
     uint16_t pairs[GROUP];
     float sum, half[2];
 };
-enum { RECORDS_MEET_PAIRS = HAS_PAIRS && !HAS_TILES };
 void prepare_pairs(const Bfloat16 *x, const i64 *order, i64 size, PairGroup *groups);
 void add_few_bits_by_pairs(const Records &records, const PanelWork &work);
 i64 panel_bytes(const Product &product);
