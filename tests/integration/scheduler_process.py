@@ -18,7 +18,7 @@ from protos import inference_pb2_grpc
 from tests.fakes import FakeWorker
 from tests.forkserver import WITHOUT_TORCH, ForkedCommand
 from tests.grpcurl import Answer, grpcurl
-from tests.processes import processes_of
+from tests.processes import is_alive, processes_of
 
 # Or whoever starts in 10 s is looked at again after 16: attempts at a port where nobody listens come ever more rarely.
 QUICK = (("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 100))
@@ -41,9 +41,16 @@ class Service:
 
     def restart(self, *flags: str) -> None:
         """Kills it, and starts it again at its address; `flags` come on top of those that it had."""
+        assert isinstance(self.process, ForkedCommand)
+        children = processes_of(self.process.children())
         self.process.kill()
         self.process.wait()
-        assert isinstance(self.process, ForkedCommand)
+        # The kernel kills its frontends when it has ended, and they have its port. One that is not forked takes so long
+        # to start that they are gone.
+        deadline = time.monotonic() + 60
+        while any(is_alive(child) for child in children):
+            assert time.monotonic() < deadline, "its children go on without it"
+            time.sleep(0.01)
         self.process = ForkedCommand([*self.process.args, *flags], missing=WITHOUT_TORCH)
 
     def wait_until_ready(self) -> None:
