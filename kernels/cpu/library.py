@@ -7,6 +7,7 @@ best that this processor has (`native.build.LEVELS`), KERNELS_CPU_LIBRARY the fi
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -27,7 +28,7 @@ _I64, _FLOAT, _PLACE = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 _DECLARED = {
     "octavo_multiply": (None, [_PLACE, _I64, _PLACE, _I64, _PLACE, _I64, _I64, _I64]),
     "octavo_workspace_bytes": (_I64, [_PLACE, _I64, _I64]),
-    "octavo_pack_few_bits": (_I64, [_PLACE, _PLACE, *[_I64] * 8]),
+    "octavo_pack_few_bits": (_I64, [_PLACE, _I64, _PLACE, *[_I64] * 8]),
     "octavo_pack_panels": (_I64, [_PLACE, _I64, _I64, _PLACE, *[_I64] * 4]),
     "octavo_pack_records": (None, [_PLACE, _PLACE, *[_I64] * 6]),
     "octavo_put_words": (None, [_I64, _PLACE, _PLACE, _I64, _I64]),
@@ -77,15 +78,7 @@ class Library:
 
     def __init__(self, level: str) -> None:
         self.level = level
-        path = _path_of(level)
-        try:
-            loaded = ctypes.CDLL(str(path))
-        except OSError:  # made for a newer C library than this machine has, as a wheel's may be, or damaged
-            if os.environ.get(_LIBRARY):
-                raise
-            if path.parent == _own_folder():
-                path.unlink(missing_ok=True)
-            loaded = ctypes.CDLL(str(build.library_of(level, _own_folder(), _log.warning)))
+        loaded = _loaded(level)
         for name, (result, arguments) in _DECLARED.items():
             function = getattr(loaded, name)
             function.restype, function.argtypes = result, arguments
@@ -151,6 +144,22 @@ def _choose() -> Library:
 
 def _best(levels: list[str]) -> str:
     return build.best_level(levels, lambda level: _found(level) is not None, _log.warning)
+
+
+def _loaded(level: str) -> ctypes.CDLL:
+    """The first of a level's files that can be loaded. One may be made for a newer C library than this machine has, as
+    a wheel's may be, or damaged: where none is left it is compiled into the user's cache."""
+    path = _path_of(level)
+    if os.environ.get(_LIBRARY):
+        return ctypes.CDLL(str(path))
+    with contextlib.suppress(OSError):
+        return ctypes.CDLL(str(path))
+    own = _own_folder() / build.file_name(level)
+    if own != path:
+        with contextlib.suppress(OSError):  # as it also is where there is none
+            return ctypes.CDLL(str(own))
+    own.unlink(missing_ok=True)
+    return ctypes.CDLL(str(build.library_of(level, own.parent, _log.warning)))
 
 
 def _path_of(level: str) -> Path:

@@ -34,6 +34,12 @@ def test_a_weight_may_be_stored_the_other_way_round() -> None:
     assert torch.equal(packed, expected)
 
 
+def test_numbers_of_bfloat16_are_read_as_they_are() -> None:
+    weight = torch.randint(-8, 8, (50, 64), generator=torch.Generator().manual_seed(0)) * 2.0**-7
+    packed, expected = pack_few_bits(weight.bfloat16()), pack_few_bits(weight)
+    assert packed is not None and expected is not None and torch.equal(packed, expected)
+
+
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 @pytest.mark.parametrize("place", [(0, 0), (0, 63), (31, 40), (96, 95)])
 def test_one_number_that_is_off_by_its_last_bit_keeps_a_weight_as_it_is(

@@ -107,6 +107,18 @@ def test_numbers_of_heads_that_do_not_lie_in_a_row_are_refused(name: str) -> Non
         paged_attention(torch.empty_like(case.query), *case.arguments, **options)
 
 
+def test_padding_gets_zeros() -> None:
+    """A sequence without keys, with one query and with two, beside others."""
+    case = PagedCase([1, 5, 2], [0, 70, 3])
+    alone = attend(case)
+    case.seq_lens[0] = case.seq_lens[2] = 0
+    sinks = torch.linspace(-2, 2, case.query.shape[1])
+    for options in ({}, {"sliding_window": 3}, {"sinks": sinks}):
+        out = attend(case, **options)
+        assert not out[:1].any() and not out[6:].any() and out[1:6].any(), options
+    assert torch.equal(attend(case)[1:6], alone[1:6])
+
+
 def test_scores_so_large_that_a_softmax_without_maximum_overflows() -> None:
     case = PagedCase([1, 20], [150, 60])
     case.query *= 200
@@ -315,7 +327,9 @@ def test_a_position_without_angles_is_refused(position: int) -> None:
 @DTYPES
 @pytest.mark.parametrize("is_approximate", [False, True])
 def test_gelu_alone_and_as_a_gate(dtype: torch.dtype, is_approximate: bool) -> None:
-    x = torch.cat((torch.tensor([0.0, -1e4, 1e4, -9.0, 9.0, -1e-9]).repeat(5, 1), torch.randn(5, 100)), 1).to(dtype)
+    x = torch.cat(
+        (torch.tensor([0.0, -1e4, 1e4, -1e36, -3e38, -9.0, 9.0, -1e-9]).repeat(5, 1), torch.randn(5, 98)), 1
+    ).to(dtype)
     exact, out = torch.empty(5, 106, dtype=torch.float64), torch.empty(5, 106, dtype=dtype)
     reference.gelu(exact, x.double(), is_approximate=is_approximate)
     cpu.gelu(out, x, is_approximate=is_approximate)
@@ -341,7 +355,9 @@ def test_rotary(dtype: torch.dtype) -> None:
 
 @DTYPES
 def test_silu_and_mul(dtype: torch.dtype) -> None:
-    x = torch.cat((torch.tensor([0.0, -1e4, 1e4, -88.5, 90.0, -1e-9]).repeat(5, 1), torch.randn(5, 100)), 1).to(dtype)
+    x = torch.cat(
+        (torch.tensor([0.0, -1e4, 1e4, -1e36, -3e38, -88.5, 90.0, -1e-9]).repeat(5, 1), torch.randn(5, 98)), 1
+    ).to(dtype)
     exact, out = torch.empty(5, 53, dtype=torch.float64), torch.empty(5, 53, dtype=dtype)
     reference.silu_and_mul(exact, x.double())
     cpu.silu_and_mul(out, x)
@@ -351,8 +367,8 @@ def test_silu_and_mul(dtype: torch.dtype) -> None:
 @DTYPES
 def test_clamped_swiglu(dtype: torch.dtype) -> None:
     """Gates and ups beyond the limit, far enough for exponentials to overflow, and NaN, which no limit hides."""
-    edges = torch.tensor([0.0, -1e4, 1e4, -88.5, 90.0, -1e-9, torch.nan])
-    x = torch.cat((edges.repeat(5, 1), 4 * torch.randn(5, 98), edges.roll(3).repeat(5, 1)), 1).to(dtype)
+    edges = torch.tensor([0.0, -1e4, 1e4, -1e36, -3e38, -88.5, 90.0, -1e-9, torch.nan])
+    x = torch.cat((edges.repeat(5, 1), 4 * torch.randn(5, 94), edges.roll(3).repeat(5, 1)), 1).to(dtype)
     exact, out = torch.empty(5, 56, dtype=torch.float64), torch.empty(5, 56, dtype=dtype)
     reference.clamped_swiglu(exact, x.double(), alpha=1.702, limit=7.0)
     cpu.clamped_swiglu(out, x, alpha=1.702, limit=7.0)

@@ -82,3 +82,12 @@ def test_no_row_is_nothing_and_what_does_not_fit_is_refused() -> None:
         lora_shrink(between, x, a[:, :, :7].contiguous(), adapters)
     with pytest.raises(ValueError, match=r"out \(3, 5\), between \(1, 3, 4\) and b \(4, 5, 3\) do not fit"):
         lora_expand(out, between, b[:, :, :3], adapters, SCALES)
+    apart, thin = x.repeat_interleave(2, dim=1)[:, ::2], x[:, :1].expand(3, 8)
+    for strided in (apart, thin):
+        with pytest.raises(ValueError, match=r"rows \(3, 8\) do not lie line by line"):
+            lora_shrink(between, strided, a, adapters)
+    with pytest.raises(ValueError, match=r"rows \(3, 5\) do not lie line by line"):
+        lora_expand(out.repeat_interleave(2, dim=1)[:, ::2], between, b, adapters, SCALES)
+    for scales in (SCALES[:3], SCALES.repeat_interleave(2)[::2]):
+        with pytest.raises(ValueError, match="are not one for each of 4 adapters"):
+            lora_expand(out, between, b, adapters, scales)

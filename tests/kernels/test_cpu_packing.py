@@ -60,6 +60,12 @@ def test_pairs_lie_in_panels_bit_for_bit(sizes: tuple[int, int]) -> None:
     assert torch.equal(pack_pairs(weight).view(torch.int32), in_panels(weight.view(torch.int32)))
 
 
+def test_pairs_of_a_weight_that_begins_at_an_odd_place() -> None:
+    wide = numbers(49 * 34 + 1, 1).bfloat16().flatten()
+    for weight in (wide[1:].view(49, 34), wide[: 49 * 33].view(49, 33)[3:4, :32]):
+        assert torch.equal(pack_pairs(weight), pack_pairs(weight.clone(memory_format=torch.contiguous_format)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_eight_bits_are_those_of_the_formula(sizes: tuple[int, int], dtype: torch.dtype) -> None:

@@ -304,6 +304,23 @@ def test_scales_that_are_no_factors_are_kept_as_they_are_or_not_at_all(make: typ
         assert torch.equal(run(product_of(weight), x), of_floats(weight, None, x))
 
 
+@pytest.mark.parametrize("inputs", [Inputs.AS_THEY_ARE, Inputs.INT8])
+@pytest.mark.parametrize("zero", [-8, 0, 7, 8, 9])
+@pytest.mark.parametrize(
+    ("numbers", "least", "most"), [(Numbers.UINT4, 0, 15), (Numbers.INT6, -32, 31), (Numbers.INT8, -128, 127)]
+)
+def test_a_zero_that_all_groups_have(numbers: Numbers, least: int, most: int, zero: int, inputs: Inputs) -> None:
+    """As of a whole tensor, or of a symmetric format; some zeros make other records than many."""
+    codes = torch.randint(least, most + 1, (61, 96), generator=random(), dtype=torch.int16)
+    of_groups = torch.full((61, 3), zero, dtype=torch.int16)
+    scale = torch.rand(61, 3, generator=random(1)).half().float()
+    weight = QuantizedWeight(numbers, codes.to(torch.uint8), scale, 32, of_groups, inputs=inputs)
+    x = torch.randn(9, 96, generator=random(2))
+    found = run(product_of(weight), x).double()
+    exact = (reference.rounded_rows(x) if inputs is Inputs.INT8 else x.double()) @ weight.dequantized().double().T
+    assert ((found - exact).abs() <= 2e-6 * exact.abs().amax(dim=1, keepdim=True)).all()
+
+
 def test_what_no_record_says_is_left_to_others() -> None:
     four, eight = awq(50, 256, random()), int8_per_output(50, 256, random())
     nan = replace(eight, numbers=Numbers.E4M3, codes=torch.full_like(eight.codes, 0x7F))
@@ -315,6 +332,7 @@ def test_what_no_record_says_is_left_to_others() -> None:
         replace(eight, zero=torch.ones(50, 1, dtype=torch.int16)),  # its scales need all bits of float32
         replace(eight, scale=eight.scale.half().float(), offset=eight.scale.half().float()),
         replace(eight, scale=eight.scale * float("inf")),
+        replace(four, numbers=Numbers.E2M1, zero=None, scale=torch.full_like(four.scale, 2.0**-149)),  # half is nothing
         nan,
     ):
         assert cpu.quantized_product(weight, None) is None

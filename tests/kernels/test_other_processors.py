@@ -231,6 +231,19 @@ def test_a_damaged_library_in_the_users_cache_is_compiled_again(shared_home: lis
     assert shared_home == [path]
 
 
+def test_a_damaged_library_in_the_users_cache_is_compiled_again_where_the_packages_cannot_be_loaded_either(
+    tmp_path: Path, shared_home: list[Path]
+) -> None:
+    level = library_module.library().level
+    path = library_module._own_folder() / build.file_name(level)
+    build.BUILT.mkdir(parents=True)
+    (build.BUILT / path.name).write_bytes(b"of another C library")
+    path.touch()
+    for _ in range(2):  # compiled, found
+        library_module.Library(level)
+    assert shared_home == [path]
+
+
 def test_what_a_compilation_left_that_was_killed_is_removed(tmp_path: Path, shared_home: list[Path]) -> None:
     (tmp_path / "compiling-killed").mkdir()
     (tmp_path / "compiling-killed" / "layers.o").touch()

@@ -428,7 +428,8 @@ void write_out(const Attention &a, const QueryTile &tile, Heads heads, const Row
             store(lanes, exp_of(splat(a.sinks[heads.first + row % heads.count] - running.maximum)));
             running.sum += lanes[0];
         }
-        F share = splat(1.0f / running.sum);  // NaN where all scores are -inf
+        bool is_padding = rows.positions[row] < 0;                // of a sequence without keys: zeros
+        F share = splat(is_padding ? 0.0f : 1.0f / running.sum);  // NaN where all scores are -inf
         each_vector(a.cache.head_size, [&](i64 d, i64 count) INLINED {
             store_some(to + d, load(rows.total_acc + row * rows.padded + d) * share, count);
         });

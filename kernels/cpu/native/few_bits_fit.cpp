@@ -1,4 +1,4 @@
-// Whether a float32 weight is one of few bits (kernels/cpu/products/few_bits_fit.py), found from its numbers alone,
+// Whether a weight of floating-point numbers is one of few bits (kernels/cpu/products/few_bits_fit.py), found from its numbers alone,
 // and its packed form.
 //
 // Of a group of 32 inputs the scale is a distance between numbers over the integers between them: which ones is tried,
@@ -106,13 +106,11 @@ void store_group(char *record, i64 row, const Fit &fit, const Format &format) {
     }
 }
 
-}  // namespace
-
-// Fills `packed`; 0 where the weight does not fit. Strides in numbers.
-EXPORT i64 octavo_pack_few_bits(char *packed, const float *weight, i64 row_stride, i64 column_stride, i64 out_features,
-                                i64 in_features, i64 bits, i64 least, i64 has_minimum, i64 threads) {
-    Format format = {bits, least, least + (1 << bits) - 1, has_minimum != 0};
-    i64 num_groups = in_features / GROUP, record = PANEL * 2 * (1 + has_minimum) + PANEL * GROUP * bits / 8;
+template <class T>
+bool pack(char *packed, const T *weight, i64 row_stride, i64 column_stride, i64 out_features, i64 in_features,
+          const Format &format, i64 threads) {
+    i64 num_groups = in_features / GROUP;
+    i64 record = PANEL * 2 * (1 + format.has_minimum) + PANEL * GROUP * format.bits / 8;
     int32_t fits = 1;
     for_each(threads, (out_features + PANEL - 1) / PANEL, [&](i64 panel, i64) {
         Guess guess = {0, 0};
@@ -123,11 +121,24 @@ EXPORT i64 octavo_pack_few_bits(char *packed, const float *weight, i64 row_strid
         for (i64 row = 0; row < rows; row++)
             for (i64 g = 0; g < num_groups; g++) {
                 if (!look_at(&fits)) return;
-                const float *from = weight + (panel * PANEL + row) * row_stride + g * GROUP * column_stride;
-                for (i64 k = 0; k < GROUP; k++) fit.numbers[k] = from[k * column_stride];
+                const T *from = weight + (panel * PANEL + row) * row_stride + g * GROUP * column_stride;
+                for (i64 k = 0; k < GROUP; k++) fit.numbers[k] = as_float(from[k * column_stride]);
                 if (!find_fit(fit, format, guess)) __atomic_store_n(&fits, 0, __ATOMIC_SEQ_CST);
                 else store_group(place + g * record, row, fit, format);
             }
     });
     return fits;
+}
+
+}  // namespace
+
+// Fills `packed`; 0 where the weight does not fit. Strides in numbers, of `element`.
+EXPORT i64 octavo_pack_few_bits(char *packed, i64 element, const void *weight, i64 row_stride, i64 column_stride,
+                                i64 out_features, i64 in_features, i64 bits, i64 least, i64 has_minimum, i64 threads) {
+    Format format = {bits, least, least + (1 << bits) - 1, has_minimum != 0};
+    if (element == FLOAT32)
+        return pack(packed, (const float *)weight, row_stride, column_stride, out_features, in_features, format,
+                    threads);
+    return pack(packed, (const Bfloat16 *)weight, row_stride, column_stride, out_features, in_features, format,
+                threads);
 }

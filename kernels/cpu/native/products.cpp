@@ -46,6 +46,9 @@ void prepare_row(const Product &product, i64 element, const void *x, void *to) {
     if (is_quantized(product.kind)) quantize_row(FLOAT32, numbers, size, (Group *)to);
 }
 
+// Rows of floating-point numbers that an item has.
+i64 rows_at_once(const Product &product) { return ROWS_BYTES / (4 * larger(product.num_in, 1)) / 16 * 16 + 16; }
+
 i64 panels_of(const Product &product) { return (product.num_out + PANEL - 1) / PANEL; }
 i64 panels_of_all(const Product &product) {
     i64 count = 0;
@@ -132,7 +135,7 @@ void multiply(Team &team, const Product &product, i64 element, void *out, i64 ou
     if (prepared) from = workspace, stride = prepared;
     i64 num_panels = panels_of_all(product);
     if (!is_quantized(product.kind)) {
-        i64 at_once = ROWS_BYTES / (4 * larger(product.num_in, 1)) / 16 * 16 + 16;
+        i64 at_once = rows_at_once(product);
         FloatItem item = {product, element, (char *)out, out_stride, from, stride, rows, at_once, num_panels};
         share(team, (rows + at_once - 1) / at_once * num_panels, item);
         return;
@@ -147,7 +150,9 @@ void multiply(Team &team, const Product &product, i64 element, void *out, i64 ou
 EXPORT void octavo_multiply(const Product *product, i64 element, void *out, i64 out_stride, const void *x, i64 x_stride,
                             i64 rows, i64 threads) {
     char *workspace = (char *)scratch(OF_CALL, workspace_bytes(*product, element, rows));
-    threads = smaller(threads, larger(rows, panels_of_all(*product)));  // no phase has more items
+    i64 at_once = is_quantized(product->kind) ? larger(rows, 1) : rows_at_once(*product);
+    i64 items = (rows + at_once - 1) / at_once * panels_of_all(*product);
+    threads = smaller(threads, larger(rows, items));  // no phase has more
     in_parallel(threads, PHASES_OF_PRODUCT, [&](Team &team) {
         team.work = ON_PRODUCTS;
         multiply(team, *product, element, out, out_stride, x, x_stride, rows, workspace);

@@ -69,7 +69,7 @@ F gelu_of(F x, bool is_approximate) {
     if (is_approximate) {
         const float twice = 1.5957691216057308f;
         F u = splat(twice) * (x + splat(0.044715f) * x * x * x);
-        return x / (splat(1.0f) + exp_of(splat(0.0f) - u));
+        return x / one_and_exp_of(splat(0.0f) - u);
     }
     float lanes[LANES];
     store(lanes, x);
@@ -146,7 +146,7 @@ EXPORT void octavo_clamped_swiglu(i64 element, void *out, const void *x, i64 row
             each_vector(size, [&](i64 i, i64 count) INLINED {
                 F gate = min(most, load_some(gates + i, count));
                 F up = max(least, min(most, load_some(gates + size + i, count)));
-                store_some(to + i, (up + one) * (gate / (one + exp_of(slope * gate))), count);
+                store_some(to + i, (up + one) * (gate / one_and_exp_of(slope * gate)), count);
             });
         });
     });

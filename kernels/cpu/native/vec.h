@@ -136,5 +136,10 @@ INLINE F tanh_of(F x) {
     F power = exp_of(x + x);
     return (power - splat(1.0f)) / (power + splat(1.0f));
 }
+// 1 + e^x, infinite above 88: what is divided by it gets as small as it should.
+INLINE F one_and_exp_of(F x) {
+    const F most = splat(88.0f);
+    return where_less(most, x, splat(__builtin_inff()), splat(1.0f) + exp_of(x));
+}
 // x / (1 + e^-x)
-INLINE F silu_of(F x) { return x / (splat(1.0f) + exp_of(splat(0.0f) - x)); }
+INLINE F silu_of(F x) { return x / one_and_exp_of(splat(0.0f) - x); }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.cpu.elements import element_of
 from kernels.cpu.library import library, num_threads
 from kernels.cpu.products.records import FORMATS, GROUP, Codes, Offset, Records
 
@@ -22,9 +23,9 @@ def pack_few_bits(weight: torch.Tensor, most_bits: int = 8) -> torch.Tensor | No
         if records.codes.bits > most_bits:
             continue
         # A weight that does not fit shows so in its first row, nearly always: the load need not look at all of it.
-        if _packed(weight[:1].float(), dtype, records) is None:
+        if _packed(weight[:1], dtype, records) is None:
             continue
-        if (packed := _packed(weight.float(), dtype, records)) is not None:
+        if (packed := _packed(weight, dtype, records)) is not None:
             return packed
     return None
 
@@ -34,6 +35,6 @@ def _packed(weight: torch.Tensor, dtype: torch.dtype, records: Records) -> torch
     shape = records.packed_shape(out_features, in_features)
     packed = torch.empty(shape, dtype=torch.uint8).view(dtype)
     format_ = records.codes.bits, _LEAST[records.codes], records.offset is Offset.FLOAT16
-    addresses = packed.data_ptr(), weight.data_ptr()
-    fits = library().pack_few_bits(*addresses, *weight.stride(), out_features, in_features, *format_, num_threads())
+    places = packed.data_ptr(), element_of(weight), weight.data_ptr()
+    fits = library().pack_few_bits(*places, *weight.stride(), out_features, in_features, *format_, num_threads())
     return packed.unflatten(1, (in_features // GROUP, -1)) if fits else None

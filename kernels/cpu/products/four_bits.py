@@ -19,7 +19,7 @@ _MOST_GROUP = 256
 
 def quantize_four_bits(weight: torch.Tensor, group: int) -> RecordWeight:
     """A weight [out_features, in_features], float32 or bfloat16; `group`: 32, 64, 96, up to 256 inputs. A group that
-    holds NaN becomes NaN. Raises ValueError for another group."""
+    holds NaN, or whose least number float16 does not have, becomes NaN. Raises ValueError for another group."""
     if group % GROUP or not 0 < group <= _MOST_GROUP:
         raise ValueError(f"a group of four bits has a multiple of {GROUP} inputs up to {_MOST_GROUP}, not {group}")
     records = Records(Codes.UINT4, Scale.FLOAT16, Offset.FLOAT16, group)

@@ -123,8 +123,9 @@ class Product:
 
     @classmethod
     def side_by_side(cls, products: Sequence[Product]) -> Product | None:
-        """One product whose outputs are those of each in turn, whatever their weights are kept in: with the bits of
-        each. None where rows are not prepared for all alike: some rounded, or in an order of their own."""
+        """One product whose outputs are those of each in turn, whatever their weights are kept in. It has the bits of
+        each, but where rows are bfloat16, pairs of which are multiplied by weights of few bits, and not all of these
+        are such. None where rows are not prepared for all alike: some rounded, or in an order of their own."""
         *others, last = products
         if not all(one._fits(last) for one in others):
             return None

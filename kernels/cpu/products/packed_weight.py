@@ -61,7 +61,10 @@ def pack(weight: torch.Tensor, rows: torch.dtype | None = None) -> torch.Tensor:
 
 def pack_pairs(weight: torch.Tensor) -> torch.Tensor:
     """`weight` [out_features, in_features] bfloat16, `in_features` even, as u32[panels, in_features / 2, 48]."""
-    pairs = _in_panels(weight.contiguous().view(torch.float32), torch.float32)
+    weight = weight.contiguous()
+    if weight.storage_offset() % 2 or weight.stride(0) % 2:  # no float32 begins there; a single row has any stride
+        weight = weight.clone(memory_format=torch.contiguous_format)
+    pairs = _in_panels(weight.view(torch.float32), torch.float32)
     assert pairs is not None
     return pairs.view(torch.uint32)
 

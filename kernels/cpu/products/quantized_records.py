@@ -54,10 +54,11 @@ def pack_quantized(weight: QuantizedWeight) -> RecordWeight | None:
         return None
     if weight.numbers is Numbers.INT8 and weight.offset is not None:  # with factors, products would not be exact
         return None
-    if weight.zero is not None and bool((weight.zero == _INT4_ZERO).all()):
+    if codes is Codes.UINT4 and weight.zero is not None and bool((weight.zero == _INT4_ZERO).all()):
         codes = Codes.INT4
-    scales = weight.scale * _TIMES.get(codes, 1.0)
-    if not bool(scales.isfinite().all()):
+    times = _TIMES.get(codes, 1.0)
+    scales = weight.scale * times
+    if not bool(scales.isfinite().all()) or not torch.equal(scales / times, weight.scale):
         return None
     kept = _with_lines(codes, group, scales, weight) or _with_factors(codes, group, scales, weight)
     if kept is None:
