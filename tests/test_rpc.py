@@ -189,3 +189,26 @@ def _ask_compressed(port: int, data: bytes, compression: grpc.Compression, strea
         else:
             call = channel.unary_unary("/it/One").future(data, compression=compression)
         return call.code(), call.details()
+
+
+async def test_an_answer_of_a_step_may_be_larger_than_any_other_message() -> None:
+    """As one with logprobs of the whole vocabulary for many samples is; what comes to a worker is no larger."""
+    size = rpc.MAX_MESSAGE_BYTES + 1
+
+    async def answer(request: bytes, _: grpc.aio.ServicerContext) -> bytes:
+        return bytes(size)
+
+    server = grpc.aio.server(options=rpc.WORKER_SERVER_OPTIONS)
+    handlers = {"Answer": grpc.unary_unary_rpc_method_handler(answer)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Large", handlers)])
+    port = rpc.bind(server, "127.0.0.1", 0)
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=rpc.WORKER_CHANNEL_OPTIONS) as channel:
+            call = channel.unary_unary("/test.Large/Answer")
+            assert len(await call(b"")) == size
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call(bytes(size))
+            assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    finally:
+        await server.stop(None)

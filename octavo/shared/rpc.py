@@ -49,11 +49,17 @@ _PINGED = {
     "grpc.http2.ping_timeout_ms": PING_TIMEOUT_MS,  # the one that ends a connection; a minute by default
 }
 MAX_WORKER_CONNECTIONS = 256
-WORKER_CHANNEL_OPTIONS = tuple({**dict(CHANNEL_OPTIONS), **_PINGED}.items())
+# Of one step: 8 bytes for each logprob, with --max-logprobs -1 of the whole vocabulary. 256 samples of 262,144 tokens
+# are half of this. To lose a worker over it would lose every request that it has.
+MAX_ANSWER_BYTES = 1 << 30
+WORKER_CHANNEL_OPTIONS = tuple(
+    {**dict(CHANNEL_OPTIONS), **_PINGED, "grpc.max_receive_message_length": MAX_ANSWER_BYTES}.items()
+)
 WORKER_SERVER_OPTIONS = tuple(
     {
         **dict(SERVER_OPTIONS),
         **_PINGED,
+        "grpc.max_send_message_length": MAX_ANSWER_BYTES,
         "grpc.http2.min_ping_interval_without_data_ms": PING_INTERVAL_MS // 2,
         "grpc.max_concurrent_streams": 128,  # a scheduler needs three
         "grpc.max_allowed_incoming_connections": MAX_WORKER_CONNECTIONS,  # beyond them they are closed as they come

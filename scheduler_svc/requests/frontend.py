@@ -25,6 +25,8 @@ from scheduler_svc.text.tokenizer import Tokenizer
 
 # Of a prompt, each with its alternatives: they are one message, some 2.5 MB, where plain clients take 4 MiB.
 MAX_PROMPT_LOGPROBS = 131_072
+# Of all outputs of a request for one token each: some 32 MB from its worker, at every step.
+MAX_LOGPROBS = 1 << 22
 
 
 class Frontend:
@@ -93,6 +95,7 @@ class Frontend:
             max_prompt_tokens=None if self._enable_chunked_prefill else model.max_num_batched_tokens,
         )
         max_num_tokens = limits.max_num_tokens(len(token_ids), params)
+        _check_logprobs(params, model)
         _check_prompt_logprobs(params, len(token_ids), model)
         streams = not request.HasField("stream") or request.stream
         is_gathered = not streams or params.use_beam_search or best_of(params) > num_outputs(params)
@@ -131,6 +134,15 @@ class Frontend:
         if resumed:
             stream.resume(resumed_outputs(request, group))
         return group
+
+
+def _check_logprobs(params: pb.SamplingParams, model: ServedModel) -> None:
+    if not params.HasField("logprobs"):
+        return
+    num_top = model.vocab_size if params.logprobs < 0 else params.logprobs
+    if (got := best_of(params) * (1 + num_top)) > MAX_LOGPROBS:
+        what = f"{got} logprobs of {best_of(params)} outputs for each token; accepted: at most {MAX_LOGPROBS}"
+        raise InvalidRequest(FieldViolation("sampling_params.logprobs", what))
 
 
 def _check_prompt_logprobs(params: pb.SamplingParams, num_prompt_tokens: int, model: ServedModel) -> None:

@@ -12,7 +12,7 @@ from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.errors import InvalidRequest, Unsupported
 from scheduler_svc.models.served_model import ServedModel
 from scheduler_svc.models.served_models import ServedModels
-from scheduler_svc.requests.frontend import MAX_PROMPT_LOGPROBS, Frontend
+from scheduler_svc.requests.frontend import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, Frontend
 from scheduler_svc.requests.request_checks import TextSettings
 from tests.scheduler.tiny_served_model import tiny_served_model
 from tests.tiny_models import END_OF_TEXT, IM_END
@@ -162,6 +162,26 @@ def test_a_cache_salt_reaches_the_group_and_is_bounded(model: ServedModel) -> No
     assert salted.cache_salt == "s" * 256 and salted.hash_root != plain.hash_root
     with pytest.raises(InvalidRequest, match="cache_salt: got 257 characters; accepted: at most 256"):
         _prepare(model, {}, cache_salt="s" * 257)
+
+
+def test_logprobs_of_so_many_outputs_that_each_step_has_too_many_are_refused(model: ServedModel) -> None:
+    vocab_size, most = 151_936, 27
+    served = dataclasses.replace(model, vocab_size=vocab_size, max_logprobs=vocab_size)
+    served = dataclasses.replace(served, max_num_seqs=256, max_cached_tokens=10_000)
+    frontend = Frontend(lambda: ServedModels.of(served), lambda sequence: None, TextSettings(max_logprobs=-1))
+
+    def prepare(num_outputs: int, num_top: int) -> SequenceGroup:
+        params = pb.SamplingParams(logprobs=num_top, n=num_outputs, temperature=1, max_tokens=1)
+        request = pb.GenerateRequest(sampling_params=params)
+        request.prompt_token_ids.ids.append(65)
+        return frontend.prepare(request)
+
+    assert prepare(most, -1).num_outputs == most and prepare(128, 20).num_outputs == 128
+    got = (most + 1) * (1 + vocab_size)
+    with pytest.raises(
+        InvalidRequest, match=f"logprobs: {got} logprobs of 28 outputs for each token; accepted: at most {MAX_LOGPROBS}"
+    ):
+        prepare(most + 1, -1)
 
 
 def test_prompt_logprobs_that_no_message_can_bring_are_refused(model: ServedModel) -> None:
