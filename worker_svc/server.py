@@ -38,7 +38,7 @@ from worker_svc.errors import GroupError, StartupError
 from worker_svc.follower import follow
 from worker_svc.host.compute_threads import log_arithmetic, set_threads
 from worker_svc.host.graph_backend import CudaGraphBackend
-from worker_svc.host.memory import GIB
+from worker_svc.host.memory import GIB, available_bytes
 from worker_svc.models import ModelConfig
 from worker_svc.models.cache_scales.found_scales import find_scales
 from worker_svc.models.checkpoint.gguf_folder import model_folder
@@ -245,10 +245,13 @@ def load(config: WorkerConfig, group: ParallelGroup | None = None) -> tuple[Mode
         if of_cache is not None and of_cache.itemsize == 1:
             scales = find_scales(folder, model_config, config.load_format, config.kv_cache_scales)
             model_config = dataclasses.replace(model_config, cache_scales=scales)
+        # Before the ranks have met: none has begun to load, so that each sees what all of this machine have together.
+        free_bytes = available_bytes() // local_size
         if group is not None:
             group.check_alike(model_config.model_hash, _shared_settings(config, model_config))
         part = _part(model_config, config, group)
-        model = load_model(folder, part, device, config.load_format, config.seed, config.trust_remote_code)
+        source = config.load_format, config.seed, config.trust_remote_code
+        model = load_model(folder, part, device, *source, free_bytes)
         files = _tokenizer_files(config, folder)
     seconds, gib = time.monotonic() - started_s, model.weights_bytes / GIB
     log_arithmetic(device, model_config.dtype)

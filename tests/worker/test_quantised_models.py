@@ -278,7 +278,7 @@ def test_memory_is_asked_for_what_products_keep(tmp_path: Path, monkeypatch: pyt
     assert config.weights_bytes == 2 * table * 4 + int(layers * (4 + 20 / 32) / 8)
     needed: list[int] = []
 
-    def ask(part: ModelPart, device: torch.device, num_bytes: int) -> None:
+    def ask(part: ModelPart, device: torch.device, num_bytes: int, free_bytes: int | None) -> None:
         needed.append(num_bytes)
 
     monkeypatch.setattr("worker_svc.models.loader._check_memory", ask)

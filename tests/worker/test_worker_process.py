@@ -39,6 +39,9 @@ from worker_svc import server as worker_server
 from worker_svc.config import WorkerConfig
 from worker_svc.errors import StartupError
 from worker_svc.models.errors import ModelError
+from worker_svc.parallel.membership import Membership
+from worker_svc.parallel.ranks import OnlyRank
+from worker_svc.parallel.stages import OnlyStage
 from worker_svc.server import WorkerServer, load, main
 from worker_svc.steps.worker import Worker
 
@@ -87,6 +90,36 @@ async def test_a_worker_says_what_it_serves_while_it_measures_its_first_steps(co
         assert (await fewer).max_num_seqs == 3
         assert worker.sizes == await fewer, "a scheduler's settings come last"
     await server.stop()
+
+
+class RankOfTwo:
+    """One of two ranks of a machine, without the other, which begins to load as soon as they have met; as
+    `ParallelGroup`."""
+
+    ranks, stages, answers = OnlyRank(), OnlyStage(), None
+
+    def __init__(self, memory: list[int]) -> None:
+        self.member = Membership(0, 2, local_rank=0, local_size=2, address="127.0.0.1", port=1)
+        self._memory = memory
+
+    def check_alike(self, *_: object) -> None:
+        self._memory[0] = 0
+
+
+@pytest.mark.parametrize(("shares", "is_enough"), [(1.9, False), (2.1, True)])
+def test_ranks_of_one_machine_divide_the_memory_that_was_free_before_any_loads(
+    config: WorkerConfig, shares: float, is_enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed_bytes = 10_000_000
+    monkeypatch.setattr("worker_svc.models.loader._peak_bytes", lambda *_: needed_bytes)
+    memory = [int(shares * needed_bytes)]
+    monkeypatch.setattr(worker_server, "available_bytes", lambda: memory[0])
+    group: Any = RankOfTwo(memory)
+    if is_enough:
+        assert load(config, group)[0].config.num_layers == 3
+    else:
+        with pytest.raises(ModelError, match="too little memory for tiny: loading its weights takes up to"):
+            load(config, group)
 
 
 @pytest.mark.parametrize(

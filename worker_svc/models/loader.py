@@ -77,10 +77,12 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     trust_remote_code: bool = False,
+    free_bytes: int | None = None,
 ) -> Model:
     """Load weights from `folder`, or make them up from `seed` (`load_format` dummy).
 
     `config` is that of a model that this process has all of, or its part of one: nothing else is read then.
+    `free_bytes` of the host's memory may be taken; None: all that are free.
 
     Raises `ModelError` with a line that names the file or tensor when the checkpoint cannot be read, lacks a tensor,
     has one too many or one of another shape, or when memory does not suffice.
@@ -100,15 +102,15 @@ def load_model(
             )
         from worker_svc.models.transformers_model import TransformersModel
 
-        _check_memory(part, device, config.weights_bytes)
+        _check_memory(part, device, config.weights_bytes, free_bytes)
         return TransformersModel(Path(folder), config, device, load_format, seed, trust_remote_code)
     weights: Weights
     if load_format == "dummy":
-        _check_memory(part, device, config.weights_bytes)
+        _check_memory(part, device, config.weights_bytes, free_bytes)
         weights = DummyWeights(config.dtype, device, seed, _store(part, device))
         weights.weights_format, weights.names = config.weights_format, config.style.names
     else:
-        weights = _checkpoint(Path(folder), part, device, load_format)
+        weights = _checkpoint(Path(folder), part, device, load_format, free_bytes)
     weights.is_batch_invariant = config.is_batch_invariant
     try:
         with torch.inference_mode():
@@ -147,18 +149,24 @@ def _store(
     return QuantizedStore.of_model(part, weight_files) if weight_files else QuantizedStore(part.whole)
 
 
-def _check_memory(part: ModelPart, device: torch.device, weights_bytes: int) -> None:
+def _check_memory(part: ModelPart, device: torch.device, weights_bytes: int, free_bytes: int | None) -> None:
     """Raises ModelError where so many bytes, as a model of one part takes them, do not fit. Asked before weights are
     read, because Linux promises memory that it does not have and then kills the process that touches it."""
+    if device.type != "cpu":
+        return
     needed_bytes = weights_bytes // part.num_parts
-    if device.type == "cpu" and needed_bytes > (free_bytes := available_bytes()):
+    if free_bytes is None:
+        free_bytes = available_bytes()
+    if needed_bytes > free_bytes:
         raise ModelError(
             f"too little memory for {part.whole.model_name}: loading its weights takes up to "
-            f"{needed_bytes / GIB:.3g} GiB, {free_bytes / GIB:.3g} GiB are free"
+            f"{needed_bytes / GIB:.3g} GiB, {free_bytes / GIB:.3g} GiB are free for it"
         )
 
 
-def _checkpoint(folder: Path, part: ModelPart, device: torch.device, load_format: str) -> CheckpointWeights:
+def _checkpoint(
+    folder: Path, part: ModelPart, device: torch.device, load_format: str, free_bytes: int | None
+) -> CheckpointWeights:
     if load_format == "auto":
         load_format = detect_format(folder)
     config, paths = part.whole, checkpoint_paths(folder, load_format)
@@ -171,7 +179,7 @@ def _checkpoint(folder: Path, part: ModelPart, device: torch.device, load_format
     progress = ByteBar(f"loading {config.model_name}", num_bytes)
     weights = CheckpointWeights(folder, tensors, config.dtype, device, progress, store)
     if device.type == "cpu":
-        _check_memory(part, device, _peak_bytes(config, tensors, weights))
+        _check_memory(part, device, _peak_bytes(config, tensors, weights), free_bytes)
     return weights
 
 
