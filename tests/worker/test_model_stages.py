@@ -147,6 +147,25 @@ def test_a_stage_reads_its_part_of_the_file_alone(is_tied: bool, tmp_path: Path,
         assert isinstance(model, Decoder) and len(model.layers) == len(layers[number])
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_memory_is_asked_for_what_a_stage_takes(
+    is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_padding: None
+) -> None:
+    """The ends have the vocabulary, which no other stage divides with them: on the last one the head as it is read,
+    too."""
+    folder = make_family("llama-yarn", tmp_path / "model", num_hidden_layers=4, tie_word_embeddings=is_tied)
+    needed: list[int] = []
+    monkeypatch.setattr("worker_svc.models.loader._check_memory", lambda part, device, num, free: needed.append(num))
+    config = ModelConfig.from_folder(folder, "float32")
+    stays = [load_model(folder, ModelPart.of(config, None, stage(i, 4)), "cpu").weights_bytes for i in range(4)]
+    tables = [table.nbytes for table in load_model(folder, config, "cpu")._rotary_tables]  # type: ignore[attr-defined]
+    pair = 2 * 4 * config.hidden_size * config.intermediate_size  # gate and up, on their way into one product
+    head = 4 * config.hidden_size * config.vocab_size
+    assert head > pair
+    beside = [pair, pair, pair, head]
+    assert needed[:4] == [kept - sum(tables) + more for kept, more in zip(stays, beside, strict=True)]
+
+
 def test_layers_are_dealt_out_once_and_the_last_stage_has_none_more() -> None:
     for count, num_layers in ((1, 5), (2, 5), (3, 5), (4, 30), (7, 30), (5, 5)):
         dealt = [layers_of(stage(number, count), num_layers) for number in range(count)]

@@ -102,11 +102,11 @@ def load_model(
             )
         from worker_svc.models.transformers_model import TransformersModel
 
-        _check_memory(part, device, config.weights_bytes, free_bytes)
+        _check_memory(part, device, config.weights_bytes // part.num_parts, free_bytes)
         return TransformersModel(Path(folder), config, device, load_format, seed, trust_remote_code)
     weights: Weights
     if load_format == "dummy":
-        _check_memory(part, device, config.weights_bytes, free_bytes)
+        _check_memory(part, device, config.weights_bytes // part.num_parts, free_bytes)
         weights = DummyWeights(config.dtype, device, seed, _store(part, device))
         weights.weights_format, weights.names = config.weights_format, config.style.names
     else:
@@ -149,12 +149,11 @@ def _store(
     return QuantizedStore.of_model(part, weight_files) if weight_files else QuantizedStore(part.whole)
 
 
-def _check_memory(part: ModelPart, device: torch.device, weights_bytes: int, free_bytes: int | None) -> None:
-    """Raises ModelError where so many bytes, as a model of one part takes them, do not fit. Asked before weights are
-    read, because Linux promises memory that it does not have and then kills the process that touches it."""
+def _check_memory(part: ModelPart, device: torch.device, needed_bytes: int, free_bytes: int | None) -> None:
+    """Raises ModelError where a part that takes so many bytes does not fit. Asked before weights are read, because
+    Linux promises memory that it does not have and then kills the process that touches it."""
     if device.type != "cpu":
         return
-    needed_bytes = weights_bytes // part.num_parts
     if free_bytes is None:
         free_bytes = available_bytes()
     if needed_bytes > free_bytes:
@@ -179,30 +178,33 @@ def _checkpoint(
     progress = ByteBar(f"loading {config.model_name}", num_bytes)
     weights = CheckpointWeights(folder, tensors, config.dtype, device, progress, store)
     if device.type == "cpu":
-        _check_memory(part, device, _peak_bytes(config, tensors, weights), free_bytes)
+        _check_memory(part, device, _peak_bytes(part, tensors, weights), free_bytes)
     return weights
 
 
-def _peak_bytes(config: ModelConfig, tensors: Tensors, weights: CheckpointWeights) -> int:
-    """What a checkpoint takes on a CPU while it is loaded: all that stays, and beside it the largest weight as it is
-    read. Numbers that may turn out to need fewer bits count as they are read."""
-    names, head, total, largest = config.style.names, f"{config.style.names.head}.weight", 0.0, 0.0
+def _peak_bytes(part: ModelPart, tensors: Tensors, weights: CheckpointWeights) -> int:
+    """What a part takes of a checkpoint on a CPU while it is loaded: all that stays, and beside it the largest weight
+    as it is read. Numbers that may turn out to need fewer bits count as they are read."""
+    config, names, total, largest = part.whole, part.whole.style.names, 0.0, 0.0
+    base, head = names.base(weights.has), f"{names.head}.weight"
+    table, elsewhere = f"{base}{names.embedding}.weight", tuple(part.prefixes_without_place(base))
     keeps = weights.store.keeps if isinstance(weights.store, QuantizedStore) else None
     is_tied = config.tie_word_embeddings and not isinstance(tensors.get(head), QuantizedTensor)
     for name, tensor in tensors.items():
-        if is_tied and name == head:  # not read
+        is_tied_head = is_tied and part.is_last and name == table
+        if (name.startswith(elsewhere) and not is_tied_head) or (is_tied and name == head):  # not read
             continue
-        count, is_table = math.prod(tensor.shape), name.endswith(f"{names.embedding}.weight")
+        count, has_table = math.prod(tensor.shape), part.is_first and name == table
         as_read = beside = 2 if tensor.dtype == torch.bfloat16 else config.dtype.itemsize
         of_product = of_table = float(as_read)
         if config.quantization:
-            of_product = 1 if is_table or name == head else config.bytes_per_number
+            of_product = 1 if name in (table, head) else config.bytes_per_number
         if isinstance(tensor, QuantizedTensor):
             of_product, beside = weights.quantized.bytes_per_number(tensor, of_product, keeps), _BYTES_OF_CODES
             of_table = BYTES_PER_NUMBER
         # Of the embedding rows are copied, so it stays as it is read; as a tied head it is a product as well.
-        has_product, stays = not is_table or is_tied, is_table and beside == as_read
-        total += count * (of_product * has_product + of_table * is_table)
+        has_product, stays = name != table or is_tied_head, has_table and beside == as_read
+        total += count * (of_product * has_product + of_table * has_table)
         # Two weights of a layer are often one product.
-        largest = max(largest, 0 if stays else count * beside * (1 if is_table or name == head else 2))
-    return int(total + largest)
+        largest = max(largest, 0 if stays else count * beside * (1 if name in (table, head) else 2))
+    return int((total + largest) / part.ranks.size)
