@@ -21,6 +21,7 @@ from kernels.quantized_weight import QuantizedWeight
 from octavo.shared.terminal_row import ByteBar
 from tests.worker.families import VOCAB_SIZE, make_family
 from tests.worker.gguf_files import write_gguf
+from tests.worker.kept import wait_until_kept
 from tests.worker.model_cases import Stepper
 from tests.worker.quantised_checkpoints import FORMATS, Format, gptq, write_quantised
 from tests.worker.ranks_in_threads import ThreadRank, on_all_ranks
@@ -289,16 +290,41 @@ def test_memory_is_asked_for_what_products_keep(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(cpu, "quantized_product", a_byte_each)
     load(quantised)
-    norms, head_as_read = 5 * 64, 4 * table
+    norms, head_as_read, gate_and_up = 5 * 64, 4 * table, 2 * 64 * 192
     assert needed == [
-        4 * (2 * table + layers + norms) + head_as_read,
+        4 * (2 * table + layers + norms) + (2 + 4) * gate_and_up,  # expanded, beside their codes
         4 * (2 * table + norms) + layers + head_as_read,
     ]
     described = json.loads((quantised / "config.json").read_text())
     (quantised / "config.json").write_text(json.dumps(described | {"tie_word_embeddings": True}))
     load(quantised)  # its own head is not read
-    widest_codes = 3 * 2 * 64 * 192  # on their way into a product of two parts
+    widest_codes = 3 * gate_and_up  # on their way into a product of two parts
     assert needed[2] == needed[1] - head_as_read + widest_codes
+
+
+@pytest.mark.parametrize(
+    ("format_", "quantization", "is_kept"),
+    [("gptq-8-bits", "int8", True), ("gptq-8-bits", "int4", False), ("fp8", "int8", False)],
+)
+def test_memory_is_asked_for_weights_that_are_expanded_and_quantised_again(
+    format_: str, quantization: str, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gate and up are the most that is expanded at once, in float32 beside their codes."""
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+    quantised, _ = make(tmp_path, "llama-gelu", FORMATS[format_], vocab_size=260)
+
+    def a_byte_each(weight: QuantizedWeight, bias: torch.Tensor | None, **_: object) -> Any:
+        return SimpleNamespace(weight_bytes=weight.codes.numel())
+
+    needed: list[int] = []
+    monkeypatch.setattr(cpu, "quantized_product", a_byte_each)
+    monkeypatch.setattr("worker_svc.models.loader._check_memory", lambda part, device, num, free: needed.append(num))
+    load(quantised, quantization=quantization)
+    wait_until_kept()
+    table, layers, norms = 260 * 64, 2 * (64 * (64 + 2 * 32 + 64) + 3 * 64 * 192), 5 * 64
+    a_number = {"int8": 1.0, "int4": 0.625}[quantization]
+    stays = 4 * table + table + layers * (1 if is_kept else a_number) + norms * a_number
+    assert needed == [int(stays + 2 * 64 * 192 * (3 if is_kept else 4 + 2))]
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cuda", torch.bfloat16)])

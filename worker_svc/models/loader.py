@@ -34,6 +34,7 @@ from worker_svc.models.quantized.quantized_table import BYTES_PER_NUMBER
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
 
 _BYTES_OF_CODES = 3  # a number of few bits while it is packed: a byte, and as much twice on its way
+_BYTES_BESIDE_EXPANDED = 2  # one that is expanded first: its code, its part of the scales, and what is made on the way
 
 
 class Model(Protocol):
@@ -194,16 +195,21 @@ def _peak_bytes(part: ModelPart, tensors: Tensors, weights: CheckpointWeights) -
         is_tied_head = is_tied and part.is_last and name == table
         if (name.startswith(elsewhere) and not is_tied_head) or (is_tied and name == head):  # not read
             continue
-        count, has_table = math.prod(tensor.shape), part.is_first and name == table
-        as_read = beside = 2 if tensor.dtype == torch.bfloat16 else config.dtype.itemsize
-        of_product = of_table = float(as_read)
+        count = math.prod(tensor.shape)
+        has_table, has_product = part.is_first and name == table, name != table or is_tied_head
+        beside = 2 if tensor.dtype == torch.bfloat16 else config.dtype.itemsize
+        of_product = of_table = float(beside)
         if config.quantization:
             of_product = 1 if name in (table, head) else config.bytes_per_number
         if isinstance(tensor, QuantizedTensor):
-            of_product, beside = weights.quantized.bytes_per_number(tensor, of_product, keeps), _BYTES_OF_CODES
-            of_table = BYTES_PER_NUMBER
+            of_few_bits = weights.quantized.bytes_per_number(tensor, keeps)
+            beside, of_table = _BYTES_OF_CODES, BYTES_PER_NUMBER
+            if of_few_bits is not None:
+                of_product = of_few_bits
+            elif has_product:  # it is expanded before its product is made
+                beside = _BYTES_BESIDE_EXPANDED + config.dtype.itemsize
         # Of the embedding rows are copied, so it stays as it is read; as a tied head it is a product as well.
-        has_product, stays = name != table or is_tied_head, has_table and beside == as_read
+        stays = has_table and not isinstance(tensor, QuantizedTensor)
         total += count * (of_product * has_product + of_table * has_table)
         # Two weights of a layer are often one product.
         largest = max(largest, 0 if stays else count * beside * (1 if name in (table, head) else 2))

@@ -29,7 +29,7 @@ class QuantizedProducts:
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
-        self._bytes_per_number: dict[tuple[str, int], float] = {}
+        self._bytes_per_number: dict[tuple[str, int], float | None] = {}
         self._expanded: Counter[tuple[str, str]] = Counter()
 
     def make(
@@ -60,12 +60,10 @@ class QuantizedProducts:
         dequantize_into(expanded, weight)
         return expanded
 
-    def bytes_per_number(
-        self, tensor: QuantizedTensor, plain: float, keeps: Callable[[Numbers], bool] | None = None
-    ) -> float:
+    def bytes_per_number(self, tensor: QuantizedTensor, keeps: Callable[[Numbers], bool] | None = None) -> float | None:
         """What a product with this weight takes for each of its numbers: that of its first outputs is made, once for
-        all tensors that are stored alike. `plain`: of one that does not stay in few bits. `keeps`: where rows are
-        rounded, of which numbers weights stay so (`QuantizedStore.keeps`)."""
+        all tensors that are stored alike. None: it does not stay in few bits. `keeps`: where rows are rounded, of which
+        numbers weights stay so (`QuantizedStore.keeps`)."""
         count = math.prod(tensor.shape)
         key = tensor.kind, round(32 * tensor.num_bytes / count)
         if key not in self._bytes_per_number:
@@ -75,7 +73,7 @@ class QuantizedProducts:
                 weight = replace(weight, inputs=Inputs.INT8, input_scale=None)
             is_kept = keeps is None or keeps(weight.numbers)
             product = self._few_bits(weight, None) if is_kept else None
-            taken = plain if product is None else product.weight_bytes / (len(rows) * len(columns))
+            taken = None if product is None else product.weight_bytes / (len(rows) * len(columns))
             self._bytes_per_number[key] = taken
         return self._bytes_per_number[key]
 
