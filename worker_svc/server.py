@@ -44,7 +44,7 @@ from worker_svc.models.cache_scales.found_scales import find_scales
 from worker_svc.models.checkpoint.gguf_folder import model_folder
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.latent.latent_config import check_cache_type
-from worker_svc.models.loader import load_model
+from worker_svc.models.loader import load_model, log_source
 from worker_svc.models.parts import ModelPart
 from worker_svc.parallel.group import ParallelGroup, end_group, meet
 from worker_svc.parallel.membership import membership_of
@@ -250,11 +250,13 @@ def load(config: WorkerConfig, group: ParallelGroup | None = None) -> tuple[Mode
         if group is not None:
             group.check_alike(model_config.model_hash, _shared_settings(config, model_config))
         part = _part(model_config, config, group)
+        # Both before weights are read, which takes minutes for a large model on a slow disk.
+        log_arithmetic(device, model_config.dtype)
+        log_source(folder, part, config.load_format)
         source = config.load_format, config.seed, config.trust_remote_code
         model = load_model(folder, part, device, *source, free_bytes)
         files = _tokenizer_files(config, folder)
     seconds, gib = time.monotonic() - started_s, model.weights_bytes / GIB
-    log_arithmetic(device, model_config.dtype)
     log.info("weights loaded", gib=round(gib, 3), seconds=round(seconds, 2), gib_per_s=round(gib / seconds, 2))
     has_graphs = device.type == "cuda" and model.is_capturable and not config.enforce_eager
     backend = CudaGraphBackend if has_graphs and config.cuda_graph_memory > 0 else None

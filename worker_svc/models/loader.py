@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+import structlog
 import torch
 
 from kernels.select import kernels_for
@@ -27,11 +30,13 @@ from worker_svc.models.decoder import Decoder
 from worker_svc.models.experts.stacked_experts import with_experts_apart
 from worker_svc.models.logit_reader import LogitReader
 from worker_svc.models.parts import ModelPart
-from worker_svc.models.products.quantized_store import QuantizedStore
+from worker_svc.models.products.quantized_store import QuantizedStore, kept_path
 from worker_svc.models.quantized.checkpoint_format import with_quantized
 from worker_svc.models.quantized.fp8_store import Fp8Store
 from worker_svc.models.quantized.quantized_table import BYTES_PER_NUMBER
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
+
+log = structlog.get_logger()
 
 _BYTES_OF_CODES = 3  # a number of few bits while it is packed: a byte, and as much twice on its way
 _BYTES_BESIDE_EXPANDED = 2  # one that is expanded first: its code, its part of the scales, and what is made on the way
@@ -123,6 +128,20 @@ def load_model(
     if weights.store is not None:
         weights.store.finish()
     return model
+
+
+def log_source(folder: Path, part: ModelPart, load_format: str) -> None:
+    """One line before weights are read, which may take minutes: how large their files are, and where products are
+    quantised whether an earlier start has kept them."""
+    facts: dict[str, object] = {}
+    if load_format != "dummy":
+        with suppress(ModelError, OSError):  # `load_model` says what is wrong with the files
+            paths = checkpoint_paths(folder, detect_format(folder) if load_format == "auto" else load_format)
+            facts["gib"] = round(sum(path.stat().st_size for path in paths) / GIB, 3)
+            if part.whole.quantization not in ("", "fp8"):
+                is_kept = os.path.exists(kept_path(part, paths))
+                facts["quantised_weights"] = "kept" if is_kept else "to be made"
+    log.info("loading weights", model=part.whole.model_name, load_format=load_format, **facts)
 
 
 def check_quantization(config: ModelConfig, device: torch.device) -> None:

@@ -65,12 +65,7 @@ class QuantizedStore:
     @classmethod
     def of_model(cls, part: ModelPart, weight_files: Sequence[Path]) -> QuantizedStore:
         """The store of a checkpoint's products, or of those of a stage; its files have yet to be opened."""
-        config, layers = part.whole, part.layers
-        dtype = str(config.dtype).removeprefix("torch.")
-        of_stage = f"-layers-{layers.start}-{layers.stop}" if part.stages.count > 1 else ""
-        kind = f"{dtype}-{config.quantization}-{_LAYOUT_VERSION}{of_stage}"
-        name = f"{config.model_hash[:32]}-{_digest(weight_files)}-{kind}.safetensors"
-        return cls(config, cache_dir() / "quantized" / name)
+        return cls(part.whole, kept_path(part, weight_files))
 
     def keeps(self, numbers: Numbers) -> bool:
         """Whether a weight that the checkpoint has in these stays as it is, and only rows are rounded."""
@@ -124,6 +119,16 @@ class QuantizedStore:
         log.info(f"weights quantised to {self._quantization}", products=self._num_made, seconds=seconds)
         # No daemon, as it would be by itself: a worker loads its model in a thread that nothing waits for.
         threading.Thread(target=_keep, args=(self._file, _tensors(parts)), name=KEEPING, daemon=False).start()
+
+
+def kept_path(part: ModelPart, weight_files: Sequence[Path]) -> Path:
+    """Where the products of a checkpoint, or of a stage of it, are kept."""
+    config, layers = part.whole, part.layers
+    dtype = str(config.dtype).removeprefix("torch.")
+    of_stage = f"-layers-{layers.start}-{layers.stop}" if part.stages.count > 1 else ""
+    kind = f"{dtype}-{config.quantization}-{_LAYOUT_VERSION}{of_stage}"
+    name = f"{config.model_hash[:32]}-{_digest(weight_files)}-{kind}.safetensors"
+    return cache_dir() / "quantized" / name
 
 
 def _keep(file: KeptFile, tensors: list[PendingTensor]) -> None:
