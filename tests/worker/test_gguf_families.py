@@ -241,3 +241,11 @@ def test_what_cannot_be_converted_is_said_in_one_line(
         with case(name, tmp_path, **metadata):
             list(read_tensors(tmp_path / f"{name}.gguf"))
     assert "\n" not in str(caught.value)
+
+
+def test_an_error_while_weights_are_opened_names_the_file_itself(tmp_path: Path) -> None:
+    """And not the folder that stands for it while it is read, which is gone when somebody looks for it."""
+    with pytest.raises(ModelError) as caught:
+        with case("bloom", tmp_path, block_count=4) as (_, read):
+            load_model(read, ModelConfig.from_folder(read), "cpu")
+    assert str(caught.value).startswith(f"{tmp_path / 'bloom.gguf'}: the file lacks 12 tensors")
