@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from octavo.models.gguf_metadata import Metadata
 from octavo.models.gguf_tokenizer import ENDS, tokenizer_files, typed_tokens
 from octavo.models.safetensors_stream import PendingTensor, write_safetensors
 from octavo.shared.terminal_row import ByteBar
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,23 @@ def _read(path: Path) -> GgufFile:
     file = GgufFile(path)
     if (count := file.values.get("split.count", 1)) > 1:
         raise GGUFError(f"this is part {file.values.get('split.no', 0) + 1} of {count}: join them into one file first")
+    for tensor in file.tensors:  # now, and not in the middle of a load
+        if not _can_expand(tensor.kind):
+            raise GGUFError(f"tensor {tensor.name!r} is of type {tensor.kind.name}, which is not read")
     return file
+
+
+@cache
+def _can_expand(kind: GGMLQuantizationType) -> bool:
+    """Whether the `gguf` package expands numbers of this type; it says so only where it is to expand some."""
+    from gguf import GGML_QUANT_SIZES, dequantize
+
+    _, block_bytes = GGML_QUANT_SIZES[kind]
+    try:
+        dequantize(np.zeros((1, block_bytes), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _config(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
