@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import pwd
 import resource
 import shutil
 import subprocess
@@ -126,6 +127,16 @@ def test_a_cache_that_cannot_even_be_looked_at_is_done_without(folder: Path, mon
         MADE,
         "quantised weights are not kept",
     ]
+
+
+def test_a_user_without_a_home_is_done_without(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, _ = start(folder)
+    for name in ("OCTAVO_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", dict[int, Any]().__getitem__)  # a container's user, unknown to its image
+    logits, said = start(folder)
+    assert torch.equal(logits, kept)
+    assert said == ["quantised weights are not kept: this user has no home: set OCTAVO_CACHE"]
 
 
 def test_a_disk_that_does_not_read_is_done_without(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

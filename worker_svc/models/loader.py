@@ -139,7 +139,7 @@ def log_source(folder: Path, part: ModelPart, load_format: str) -> None:
             paths = checkpoint_paths(folder, detect_format(folder) if load_format == "auto" else load_format)
             facts["gib"] = round(sum(path.stat().st_size for path in paths) / GIB, 3)
             if part.whole.quantization not in ("", "fp8"):
-                is_kept = os.path.exists(kept_path(part, paths))
+                is_kept = (path := kept_path(part, paths)) is not None and os.path.exists(path)
                 facts["quantised_weights"] = "kept" if is_kept else "to be made"
     log.info("loading weights", model=part.whole.model_name, load_format=load_format, **facts)
 

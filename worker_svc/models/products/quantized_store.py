@@ -65,7 +65,9 @@ class QuantizedStore:
     @classmethod
     def of_model(cls, part: ModelPart, weight_files: Sequence[Path]) -> QuantizedStore:
         """The store of a checkpoint's products, or of those of a stage; its files have yet to be opened."""
-        return cls(part.whole, kept_path(part, weight_files))
+        if (path := kept_path(part, weight_files)) is None:
+            log.warning("quantised weights are not kept", path=None, error="this user has no home: set OCTAVO_CACHE")
+        return cls(part.whole, path)
 
     def keeps(self, numbers: Numbers) -> bool:
         """Whether a weight that the checkpoint has in these stays as it is, and only rows are rounded."""
@@ -121,14 +123,17 @@ class QuantizedStore:
         threading.Thread(target=_keep, args=(self._file, _tensors(parts)), name=KEEPING, daemon=False).start()
 
 
-def kept_path(part: ModelPart, weight_files: Sequence[Path]) -> Path:
-    """Where the products of a checkpoint, or of a stage of it, are kept."""
+def kept_path(part: ModelPart, weight_files: Sequence[Path]) -> Path | None:
+    """Where the products of a checkpoint, or of a stage of it, are kept; None for a user that has no cache."""
     config, layers = part.whole, part.layers
     dtype = str(config.dtype).removeprefix("torch.")
     of_stage = f"-layers-{layers.start}-{layers.stop}" if part.stages.count > 1 else ""
     kind = f"{dtype}-{config.quantization}-{_LAYOUT_VERSION}{of_stage}"
     name = f"{config.model_hash[:32]}-{_digest(weight_files)}-{kind}.safetensors"
-    return cache_dir() / "quantized" / name
+    try:
+        return cache_dir() / "quantized" / name
+    except RuntimeError:  # neither HOME nor an entry in passwd, as some containers' users
+        return None
 
 
 def _keep(file: KeptFile, tensors: list[PendingTensor]) -> None:
