@@ -113,7 +113,7 @@ def test_stages_of_eight_bits_are_kept_apart(is_tied: bool, tmp_path: Path, monk
         assert torch.equal(logits_of(Pipeline(folder, 2, quantization="int8"), [tokens(20)])[0], expected)
         wait_until_kept()
         kept = [path.stem.partition("-int8-")[2] for path in (tmp_path / "cache" / "quantized").iterdir()]
-        assert sorted(kept) == ["5", "5-layers-0-2", "5-layers-2-3"]
+        assert sorted(kept) == ["6", "6-layers-0-2", "6-layers-2-3"]
 
 
 @pytest.mark.parametrize("name", ["llama-yarn", "qwen3-moe-mixed"])
