@@ -8,6 +8,7 @@ architecture's weights is refused by name. Imports neither torch nor transformer
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -36,6 +37,14 @@ class GgufTensor(PendingTensor):
     kind: str = field(kw_only=True)  # the file's type of its numbers: Q4_K, F32
     matrix: tuple[int, ...] = field(kw_only=True)  # of a matrix its outputs and inputs, whatever `shape` has first
     blocks: Callable[[], np.ndarray] = field(kw_only=True)  # u8[outputs, bytes of a row], outputs in `shape`'s order
+
+    @property
+    def file_bytes(self) -> int:
+        """What it takes in the GGUF file; `num_bytes` are those of its numbers in float32."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]]
+        return math.prod(self.shape) // block * block_bytes
 
 
 _OF_ROPE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # the config says them

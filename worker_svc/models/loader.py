@@ -189,12 +189,12 @@ def _checkpoint(
     if load_format == "auto":
         load_format = detect_format(folder)
     config, paths = part.whole, checkpoint_paths(folder, load_format)
-    num_bytes = sum(path.stat().st_size for path in paths) // part.num_parts
     store = _store(part, device, paths)  # which looks at the files' times before they are opened
     tensors = with_experts_apart(folder, config.style, open_checkpoint(paths, load_format))
     if config.weights_format is not None:
         tensors = with_quantized(folder, config.weights_format, tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if not is_cache_scale(name)}  # in `config` if wanted
+    num_bytes = sum(tensor.num_bytes for tensor in _of_part(part, tensors).values())
     progress = ByteBar(f"loading {config.model_name}", num_bytes)
     weights = CheckpointWeights(folder, tensors, config.dtype, device, progress, store)
     if device.type == "cpu":
@@ -202,20 +202,35 @@ def _checkpoint(
     return weights
 
 
+def _ends(config: ModelConfig, tensors: Tensors) -> tuple[str, str, bool]:
+    """Names of embedding and head, and whether the head is the embedding, whatever the file has under its name."""
+    names = config.style.names
+    table, head = f"{names.base(tensors.__contains__)}{names.embedding}.weight", f"{names.head}.weight"
+    return table, head, config.tie_word_embeddings and not isinstance(tensors.get(head), QuantizedTensor)
+
+
+def _of_part(part: ModelPart, tensors: Tensors) -> Tensors:
+    """The tensors that a part reads, or some of each."""
+    table, head, is_tied = _ends(part.whole, tensors)
+    elsewhere = tuple(part.prefixes_without_place(part.whole.style.names.base(tensors.__contains__)))
+    kept = {table} if is_tied and part.is_last else set()
+    left_out = {head} if is_tied else set()
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name in kept or not (name in left_out or name.startswith(elsewhere))
+    }
+
+
 def _peak_bytes(part: ModelPart, tensors: Tensors, weights: CheckpointWeights) -> int:
     """What a part takes of a checkpoint on a CPU while it is loaded: all that stays, and beside it the largest weight
     as it is read. Numbers that may turn out to need fewer bits count as they are read."""
-    config, names, total, largest = part.whole, part.whole.style.names, 0.0, 0.0
-    base, head = names.base(weights.has), f"{names.head}.weight"
-    table, elsewhere = f"{base}{names.embedding}.weight", tuple(part.prefixes_without_place(base))
+    config, total, largest = part.whole, 0.0, 0.0
+    table, head, is_tied = _ends(config, tensors)
     keeps = weights.store.keeps if isinstance(weights.store, QuantizedStore) else None
-    is_tied = config.tie_word_embeddings and not isinstance(tensors.get(head), QuantizedTensor)
-    for name, tensor in tensors.items():
-        is_tied_head = is_tied and part.is_last and name == table
-        if (name.startswith(elsewhere) and not is_tied_head) or (is_tied and name == head):  # not read
-            continue
+    for name, tensor in _of_part(part, tensors).items():
         count = math.prod(tensor.shape)
-        has_table, has_product = part.is_first and name == table, name != table or is_tied_head
+        has_table, has_product = part.is_first and name == table, name != table or (is_tied and part.is_last)
         beside = 2 if tensor.dtype == torch.bfloat16 else config.dtype.itemsize
         of_product = of_table = float(beside)
         if config.quantization:

@@ -155,7 +155,7 @@ def _gguf(path: Path) -> Iterator[tuple[str, StoredTensor]]:
         if is_matrix_of_blocks(tensor):
             yield tensor.name, GgufBlocks(path, tensor)
         else:
-            yield tensor.name, MadeTensor(tensor.shape, torch.float32, partial(_expanded, tensor))
+            yield tensor.name, MadeTensor(tensor.shape, torch.float32, partial(_expanded, tensor), tensor.file_bytes)
 
 
 def _expanded(tensor: PendingTensor) -> torch.Tensor:
