@@ -90,5 +90,10 @@ def test_a_system_without_proc_says_what_it_has_in_all(tmp_path: Path) -> None:
     assert available_bytes(tmp_path) > 0
 
 
-def test_the_peak_of_a_piece_of_work_is_measured() -> None:
-    assert peak_bytes(lambda: bytearray(64 << 20)) == pytest.approx(64 << 20, rel=0.1)
+def test_the_peak_of_a_piece_of_work_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = tmp_path / "status"
+    monkeypatch.setattr("worker_svc.host.memory._STATUS", status)
+    status.write_text("Name:\tpython\nVmHWM:\t     900 kB\nVmRSS:\t     400 kB\n")
+    grown = "Name:\tpython\nVmHWM:\t     950 kB\nVmRSS:\t     500 kB\n"
+    assert peak_bytes(lambda: status.write_text(grown)) == 550 * 1024
+    assert peak_bytes(status.unlink) == 0

@@ -158,7 +158,7 @@ def test_memory_is_asked_for_what_a_stage_takes(
     monkeypatch.setattr("worker_svc.models.loader._check_memory", lambda part, device, num, free: needed.append(num))
     config = ModelConfig.from_folder(folder, "float32")
     stays = [load_model(folder, ModelPart.of(config, None, stage(i, 4)), "cpu").weights_bytes for i in range(4)]
-    tables = [table.nbytes for table in load_model(folder, config, "cpu")._rotary_tables]  # type: ignore[attr-defined]
+    tables = [table.nbytes for table in whole(folder)._rotary_tables]
     pair = 2 * 4 * config.hidden_size * config.intermediate_size  # gate and up, on their way into one product
     head = 4 * config.hidden_size * config.vocab_size
     assert head > pair
