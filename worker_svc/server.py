@@ -38,13 +38,13 @@ from worker_svc.errors import GroupError, StartupError
 from worker_svc.follower import follow
 from worker_svc.host.compute_threads import log_arithmetic, set_threads
 from worker_svc.host.graph_backend import CudaGraphBackend
-from worker_svc.host.memory import GIB
+from worker_svc.host.memory import GIB, available_bytes
 from worker_svc.models import ModelConfig
 from worker_svc.models.cache_scales.found_scales import find_scales
 from worker_svc.models.checkpoint.gguf_folder import model_folder
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.latent.latent_config import check_cache_type
-from worker_svc.models.loader import load_model
+from worker_svc.models.loader import load_model, log_source
 from worker_svc.models.parts import ModelPart
 from worker_svc.parallel.group import ParallelGroup, end_group, meet
 from worker_svc.parallel.membership import membership_of
@@ -245,13 +245,18 @@ def load(config: WorkerConfig, group: ParallelGroup | None = None) -> tuple[Mode
         if of_cache is not None and of_cache.itemsize == 1:
             scales = find_scales(folder, model_config, config.load_format, config.kv_cache_scales)
             model_config = dataclasses.replace(model_config, cache_scales=scales)
+        # Before the ranks have met: none has begun to load, so that each sees what all of this machine have together.
+        free_bytes = available_bytes() // local_size
         if group is not None:
             group.check_alike(model_config.model_hash, _shared_settings(config, model_config))
         part = _part(model_config, config, group)
-        model = load_model(folder, part, device, config.load_format, config.seed, config.trust_remote_code)
+        # Both before weights are read, which takes minutes for a large model on a slow disk.
+        log_arithmetic(device, model_config.dtype)
+        log_source(folder, part, config.load_format)
+        source = config.load_format, config.seed, config.trust_remote_code
+        model = load_model(folder, part, device, *source, free_bytes)
         files = _tokenizer_files(config, folder)
     seconds, gib = time.monotonic() - started_s, model.weights_bytes / GIB
-    log_arithmetic(device, model_config.dtype)
     log.info("weights loaded", gib=round(gib, 3), seconds=round(seconds, 2), gib_per_s=round(gib / seconds, 2))
     has_graphs = device.type == "cuda" and model.is_capturable and not config.enforce_eager
     backend = CudaGraphBackend if has_graphs and config.cuda_graph_memory > 0 else None

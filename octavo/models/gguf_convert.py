@@ -8,11 +8,12 @@ architecture's weights is refused by name. Imports neither torch nor transformer
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +26,9 @@ from octavo.models.gguf_tokenizer import ENDS, tokenizer_files, typed_tokens
 from octavo.models.safetensors_stream import PendingTensor, write_safetensors
 from octavo.shared.terminal_row import ByteBar
 
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
+
 
 @dataclass(frozen=True)
 class GgufTensor(PendingTensor):
@@ -33,6 +37,14 @@ class GgufTensor(PendingTensor):
     kind: str = field(kw_only=True)  # the file's type of its numbers: Q4_K, F32
     matrix: tuple[int, ...] = field(kw_only=True)  # of a matrix its outputs and inputs, whatever `shape` has first
     blocks: Callable[[], np.ndarray] = field(kw_only=True)  # u8[outputs, bytes of a row], outputs in `shape`'s order
+
+    @property
+    def file_bytes(self) -> int:
+        """What it takes in the GGUF file; `num_bytes` are those of its numbers in float32."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]]
+        return math.prod(self.shape) // block * block_bytes
 
 
 _OF_ROPE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # the config says them
@@ -75,7 +87,23 @@ def _read(path: Path) -> GgufFile:
     file = GgufFile(path)
     if (count := file.values.get("split.count", 1)) > 1:
         raise GGUFError(f"this is part {file.values.get('split.no', 0) + 1} of {count}: join them into one file first")
+    for tensor in file.tensors:  # now, and not in the middle of a load
+        if not _can_expand(tensor.kind):
+            raise GGUFError(f"tensor {tensor.name!r} is of type {tensor.kind.name}, which is not read")
     return file
+
+
+@cache
+def _can_expand(kind: GGMLQuantizationType) -> bool:
+    """Whether the `gguf` package expands numbers of this type; it says so only where it is to expand some."""
+    from gguf import GGML_QUANT_SIZES, dequantize
+
+    _, block_bytes = GGML_QUANT_SIZES[kind]
+    try:
+        dequantize(np.zeros((1, block_bytes), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _config(file: GgufFile, metadata: Metadata) -> dict[str, Any]:

@@ -122,7 +122,10 @@ class GgufFile:
     def _tensor(self, start: int, name: str, shape: tuple[int, ...], kind: int, offset: int) -> FileTensor:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-        of_kind = GGMLQuantizationType(kind)
+        try:
+            of_kind = GGMLQuantizationType(kind)
+        except ValueError:  # of a newer llama.cpp than the package knows: nothing is damaged
+            raise GGUFError(f"tensor {name!r} is of type {kind}, which is not read") from None
         inner, block, block_bytes = shape[-1] if shape else 1, *GGML_QUANT_SIZES[of_kind]
         if inner % block:
             raise ValueError(f"tensor {name} has rows of {inner} numbers, which are no blocks of {block}")

@@ -1,7 +1,7 @@
 """Cores that this process may compute with: those of its affinity, and no more than its control group pays for.
 
 A container is often given "1.5 CPUs" of a machine with many: it sees all of them, and threads beyond its share are
-stopped, all together, for the rest of every period. Linux, control groups of version 2 and 1.
+stopped, all together, for the rest of every period.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+from octavo.shared.control_groups import control_groups, text_of
 
 _ROOT = Path("/")
 
@@ -26,24 +28,12 @@ def allowed_cores() -> list[int]:
 
 def _quotas(root: Path) -> Iterator[float]:
     """Cores that each control group around this process may use, where it is limited."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        number, controllers, path = (*line.split(":", 2), "", "")[:3]
-        if number == "0":  # version 2
-            for folder in _upwards(root / "sys/fs/cgroup", path):
-                quota, _, period = _text(folder / "cpu.max").partition(" ")
-                yield from _quota(quota, period)
-        elif "cpu" in controllers.split(","):
-            for folder in _upwards(root / "sys/fs/cgroup/cpu", path):
-                yield from _quota(_text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us"))
-
-
-def _upwards(top: Path, path: str) -> Iterator[Path]:
-    """The group's folder and those above it, as far as they are visible; a container sees its own as the top."""
-    own = top / path.strip("/")
-    for folder in (own, *own.parents):
-        yield folder
-        if folder == top:
-            return
+    for version, folder in control_groups("cpu", root):
+        if version == 2:
+            quota, _, period = text_of(folder / "cpu.max").partition(" ")
+            yield from _quota(quota, period)
+        else:
+            yield from _quota(text_of(folder / "cpu.cfs_quota_us"), text_of(folder / "cpu.cfs_period_us"))
 
 
 def _quota(quota: str, period: str) -> Iterator[float]:
@@ -53,10 +43,3 @@ def _quota(quota: str, period: str) -> Iterator[float]:
             yield float(quota) / float(period)
     except ValueError:
         return
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""

@@ -206,6 +206,21 @@ def test_weights_of_every_type_are_expanded_as_the_gguf_package_does(kind: str, 
             np.testing.assert_array_equal(got, expected[expert])
 
 
+@pytest.mark.parametrize("kind", ["F64", "Q8_1", "Q8_K", "I8"])
+def test_a_type_that_the_gguf_package_does_not_expand_is_named(kind: str, tmp_path: Path) -> None:
+    """Before any weight is read."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
+    original, type_of = make_family("mixtral", tmp_path / "model", **sizes), gguf.GGMLQuantizationType[kind]
+    per_block, block_bytes = gguf.GGML_QUANT_SIZES[type_of]
+
+    def stored(name: str, values: np.ndarray) -> np.ndarray:
+        return np.zeros((*values.shape[:-1], values.shape[-1] // per_block * block_bytes), np.uint8)
+
+    path = write_gguf(original, tmp_path / "model.gguf", "llama", quantised=(type_of, stored))
+    with pytest.raises(GGUFError, match=f"^tensor '.*weight' is of type {kind}, which is not read$"):
+        next(read_tensors(path))
+
+
 def test_a_chat_ends_with_its_turn(tmp_path: Path) -> None:
     with case("qwen2", tmp_path, token_ids={"eos": 260, "eot": 261}) as (_, read):
         # And with the marks among its tokens, for which there may be no key.
@@ -241,3 +256,11 @@ def test_what_cannot_be_converted_is_said_in_one_line(
         with case(name, tmp_path, **metadata):
             list(read_tensors(tmp_path / f"{name}.gguf"))
     assert "\n" not in str(caught.value)
+
+
+def test_an_error_while_weights_are_opened_names_the_file_itself(tmp_path: Path) -> None:
+    """And not the folder that stands for it while it is read, which is gone when somebody looks for it."""
+    with pytest.raises(ModelError) as caught:
+        with case("bloom", tmp_path, block_count=4) as (_, read):
+            load_model(read, ModelConfig.from_folder(read), "cpu")
+    assert str(caught.value).startswith(f"{tmp_path / 'bloom.gguf'}: the file lacks 12 tensors")

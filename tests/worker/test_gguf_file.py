@@ -89,6 +89,17 @@ def test_a_damaged_header_is_refused_in_one_line(
         GgufFile(damaged)
 
 
+def test_a_type_of_numbers_that_is_newer_than_the_package_is_named(path: Path, tmp_path: Path) -> None:
+    """As of a file that a newer llama.cpp has made, which is not damaged."""
+    newer, described = tmp_path / "newer.gguf", b"\x02\0\0\0\0\0\0\0q8" + struct.pack("<I2Q", 2, 32, 5)
+    written = path.read_bytes()
+    assert written.count(described) == 1
+    before, _, behind = written.partition(described)
+    newer.write_bytes(before + described + struct.pack("<I", 199) + behind[4:])
+    with pytest.raises(GGUFError, match=r"^tensor 'q8' is of type 199, which is not read$"):
+        GgufFile(newer)
+
+
 def test_bytes_anywhere_in_the_header_may_be_wrong(path: Path, tmp_path: Path) -> None:
     """It is read, with other values, or refused; nothing else is raised."""
     damaged, content = tmp_path / "damaged.gguf", path.read_bytes()

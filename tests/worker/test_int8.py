@@ -24,6 +24,7 @@ from worker_svc.models.decoder import Decoder
 from worker_svc.models.loader import Model, load_model
 from worker_svc.models.mlp import Mlp
 from worker_svc.models.products.compiled_linear import CompiledLinear
+from worker_svc.models.products.quantized_store import QuantizedStore
 from worker_svc.service.devices import cache_dtype
 
 LENGTHS = [1, 7, 83]
@@ -198,17 +199,24 @@ def test_another_fine_tuning_is_not_taken_for_the_same_model(tmp_path: Path, cac
     assert len(list(cache.iterdir())) == 2
 
 
-def test_missing_and_surplus_tensors_are_still_named(tmp_path: Path) -> None:
+def test_missing_and_surplus_tensors_are_still_named(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The surplus one also where the products of these very files are found in the cache."""
     folder = make_family("qwen2", tmp_path / "model")
-    load(folder)  # what is in the cache must not hide it
     tensors = load_file(folder / "model.safetensors")
-    for changed, why in (
-        (tensors | {"model.extra": torch.ones(1)}, "no place for tensor model.extra"),
-        ({name: x for name, x in tensors.items() if "layers.1.mlp.up" not in name}, "no tensor .*layers.1.mlp.up_proj"),
-    ):
-        save_file(changed, folder / "model.safetensors")
-        with pytest.raises(ModelError, match=why):
-            load(folder)
+    missing = {name: tensor for name, tensor in tensors.items() if "layers.1.mlp.up" not in name}
+    save_file(missing, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"no tensor .*layers\.1\.mlp\.up_proj"):
+        load(folder)
+    save_file(tensors, folder / "model.safetensors")
+    monkeypatch.setattr("worker_svc.models.products.quantized_store.kept_path", lambda part, files: cache / "kept")
+    load(folder)
+    assert (cache / "kept").exists()
+    save_file(tensors | {"model.extra": torch.ones(1)}, folder / "model.safetensors")
+    monkeypatch.setattr(QuantizedStore, "make", lambda store, name, *_: pytest.fail(f"{name} is not found"))
+    with pytest.raises(ModelError, match=r"no place for tensor model\.extra"):
+        load(folder)
 
 
 def test_what_cannot_be_quantised_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import pwd
 import resource
 import shutil
 import subprocess
@@ -128,6 +129,16 @@ def test_a_cache_that_cannot_even_be_looked_at_is_done_without(folder: Path, mon
     ]
 
 
+def test_a_user_without_a_home_is_done_without(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, _ = start(folder)
+    for name in ("OCTAVO_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", dict[int, Any]().__getitem__)  # a container's user, unknown to its image
+    logits, said = start(folder)
+    assert torch.equal(logits, kept)
+    assert said == ["quantised weights are not kept: this user has no home: set OCTAVO_CACHE"]
+
+
 def test_a_disk_that_does_not_read_is_done_without(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, _ = start(folder)
     read_into = OpenFile.read_into
@@ -165,6 +176,25 @@ def filled(content: bytes) -> Callable[[Path], None]:
         path.write_bytes(content)
 
     return write
+
+
+@pytest.mark.parametrize("part", ["packed", "scale", "bias", "records"])
+def test_numbers_that_have_changed_on_the_disk_are_found(part: str, folder: Path, cache: Path) -> None:
+    """As a disk or a copy may lose a block in the midst: the header is whole, and all sizes are right."""
+    quantization = "int4" if part == "records" else "int8"
+    made, _ = start(folder, quantization)
+    (path,) = cache.iterdir()
+    whole = path.read_bytes()
+    size = int.from_bytes(whole[:8], "little")
+    damaged = bytearray(whole)
+    first, last = json.loads(whole[8 : 8 + size])[f"model.layers.1.self_attn.q_proj.{part}"]["data_offsets"]
+    place = 8 + size + (first if part == "records" else (first + last) // 2)
+    damaged[place] ^= 1
+    path.write_bytes(damaged)
+    found, said = start(folder, quantization)
+    assert torch.equal(found, made)
+    assert said[0].startswith("a kept product is damaged, and is made again: ") and said[-1] == KEPT
+    assert path.read_bytes() == whole and start(folder, quantization)[1] == []
 
 
 def test_what_stands_in_the_way_is_named(folder: Path, cache: Path) -> None:

@@ -113,7 +113,7 @@ def test_stages_of_eight_bits_are_kept_apart(is_tied: bool, tmp_path: Path, monk
         assert torch.equal(logits_of(Pipeline(folder, 2, quantization="int8"), [tokens(20)])[0], expected)
         wait_until_kept()
         kept = [path.stem.partition("-int8-")[2] for path in (tmp_path / "cache" / "quantized").iterdir()]
-        assert sorted(kept) == ["5", "5-layers-0-2", "5-layers-2-3"]
+        assert sorted(kept) == ["6", "6-layers-0-2", "6-layers-2-3"]
 
 
 @pytest.mark.parametrize("name", ["llama-yarn", "qwen3-moe-mixed"])
@@ -145,6 +145,25 @@ def test_a_stage_reads_its_part_of_the_file_alone(is_tied: bool, tmp_path: Path,
         ]
         assert sum(reads) == sum(expected)
         assert isinstance(model, Decoder) and len(model.layers) == len(layers[number])
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_memory_is_asked_for_what_a_stage_takes(
+    is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_padding: None
+) -> None:
+    """The ends have the vocabulary, which no other stage divides with them: on the last one the head as it is read,
+    too."""
+    folder = make_family("llama-yarn", tmp_path / "model", num_hidden_layers=4, tie_word_embeddings=is_tied)
+    needed: list[int] = []
+    monkeypatch.setattr("worker_svc.models.loader._check_memory", lambda part, device, num, free: needed.append(num))
+    config = ModelConfig.from_folder(folder, "float32")
+    stays = [load_model(folder, ModelPart.of(config, None, stage(i, 4)), "cpu").weights_bytes for i in range(4)]
+    tables = [table.nbytes for table in whole(folder)._rotary_tables]
+    pair = 2 * 4 * config.hidden_size * config.intermediate_size  # gate and up, on their way into one product
+    head = 4 * config.hidden_size * config.vocab_size
+    assert head > pair
+    beside = [pair, pair, pair, head]
+    assert needed[:4] == [kept - sum(tables) + more for kept, more in zip(stays, beside, strict=True)]
 
 
 def test_layers_are_dealt_out_once_and_the_last_stage_has_none_more() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,11 +17,13 @@ from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
 from kernels import cpu
+from kernels.cpu.products.quantized_product import quantized_product
 from kernels.oracles import reference
-from kernels.quantized_weight import QuantizedWeight
+from kernels.quantized_weight import Numbers, QuantizedWeight
 from octavo.shared.terminal_row import ByteBar
 from tests.worker.families import VOCAB_SIZE, make_family
 from tests.worker.gguf_files import write_gguf
+from tests.worker.kept import wait_until_kept
 from tests.worker.model_cases import Stepper
 from tests.worker.quantised_checkpoints import FORMATS, Format, gptq, write_quantised
 from tests.worker.ranks_in_threads import ThreadRank, on_all_ranks
@@ -36,6 +39,7 @@ from worker_svc.models.loader import Model, load_model
 from worker_svc.models.parts import ModelPart
 from worker_svc.models.products.compiled_linear import CompiledLinear
 from worker_svc.models.quantized.checkpoint_format import with_quantized
+from worker_svc.models.quantized.quantized_products import QuantizedProducts
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
 from worker_svc.parallel.ranks import Ranks
 
@@ -212,6 +216,43 @@ def test_what_is_expanded_is_said_in_a_line_for_each_reason(tmp_path: Path) -> N
     ]
 
 
+def sound(numbers: Numbers, in_features: int, group: int) -> QuantizedWeight:
+    codes = torch.ones(64, in_features, dtype=torch.uint8)
+    return QuantizedWeight(numbers, codes, torch.full((64, -(-in_features // group)), 1.1), group)
+
+
+@pytest.mark.parametrize(
+    ("weight", "why"),
+    [
+        (sound(Numbers.UINT4, 128, 16), "there is no product of uint4 with groups of 16"),
+        (sound(Numbers.UINT4, 72, 32), "there is no product of uint4 with groups of 32 for 72 inputs"),
+        (sound(Numbers.E4M3, 72, 72), "there is no product of e4m3 with one scale an output for 72 inputs"),
+        (
+            replace(sound(Numbers.INT8, 64, 32), offset=torch.ones(64, 2)),
+            "there is no product of int8 with groups of 32 and offsets",
+        ),
+        (
+            replace(sound(Numbers.E4M3, 64, 32), codes=torch.tensor([1, 0x7F], dtype=torch.uint8).repeat(64, 32)),
+            "its numbers or scales are none that a product of e4m3 with groups of 32 has",
+        ),
+        (
+            replace(sound(Numbers.UINT4, 64, 32), offset=torch.full((64, 2), 0.1)),
+            "its numbers or scales are none that a product of uint4 with groups of 32 and offsets has",
+        ),
+    ],
+)
+def test_why_a_weight_is_expanded_is_the_very_reason(
+    weight: QuantizedWeight, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the CPU's own products have it: a number of inputs, NaN, and scales that float16 does not have."""
+    monkeypatch.setattr(cpu, "quantized_product", quantized_product)
+    products = QuantizedProducts(torch.device("cpu"), torch.float32)
+    products.make("a format", weight, None, is_batch_invariant=False)
+    with capture_logs() as logs:
+        products.finish()
+    assert [(line["format"], line["why"]) for line in logs] == [("a format", why)]
+
+
 def test_a_device_that_has_a_product_is_given_the_weight_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,7 +319,7 @@ def test_memory_is_asked_for_what_products_keep(tmp_path: Path, monkeypatch: pyt
     assert config.weights_bytes == 2 * table * 4 + int(layers * (4 + 20 / 32) / 8)
     needed: list[int] = []
 
-    def ask(part: ModelPart, device: torch.device, num_bytes: int) -> None:
+    def ask(part: ModelPart, device: torch.device, num_bytes: int, free_bytes: int | None) -> None:
         needed.append(num_bytes)
 
     monkeypatch.setattr("worker_svc.models.loader._check_memory", ask)
@@ -289,16 +330,41 @@ def test_memory_is_asked_for_what_products_keep(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(cpu, "quantized_product", a_byte_each)
     load(quantised)
-    norms, head_as_read = 5 * 64, 4 * table
+    norms, head_as_read, gate_and_up = 5 * 64, 4 * table, 2 * 64 * 192
     assert needed == [
-        4 * (2 * table + layers + norms) + head_as_read,
+        4 * (2 * table + layers + norms) + (2 + 4) * gate_and_up,  # expanded, beside their codes
         4 * (2 * table + norms) + layers + head_as_read,
     ]
     described = json.loads((quantised / "config.json").read_text())
     (quantised / "config.json").write_text(json.dumps(described | {"tie_word_embeddings": True}))
     load(quantised)  # its own head is not read
-    widest_codes = 3 * 2 * 64 * 192  # on their way into a product of two parts
+    widest_codes = 3 * gate_and_up  # on their way into a product of two parts
     assert needed[2] == needed[1] - head_as_read + widest_codes
+
+
+@pytest.mark.parametrize(
+    ("format_", "quantization", "is_kept"),
+    [("gptq-8-bits", "int8", True), ("gptq-8-bits", "int4", False), ("fp8", "int8", False)],
+)
+def test_memory_is_asked_for_weights_that_are_expanded_and_quantised_again(
+    format_: str, quantization: str, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gate and up are the most that is expanded at once, in float32 beside their codes."""
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+    quantised, _ = make(tmp_path, "llama-gelu", FORMATS[format_], vocab_size=260)
+
+    def a_byte_each(weight: QuantizedWeight, bias: torch.Tensor | None, **_: object) -> Any:
+        return SimpleNamespace(weight_bytes=weight.codes.numel())
+
+    needed: list[int] = []
+    monkeypatch.setattr(cpu, "quantized_product", a_byte_each)
+    monkeypatch.setattr("worker_svc.models.loader._check_memory", lambda part, device, num, free: needed.append(num))
+    load(quantised, quantization=quantization)
+    wait_until_kept()
+    table, layers, norms = 260 * 64, 2 * (64 * (64 + 2 * 32 + 64) + 3 * 64 * 192), 5 * 64
+    a_number = {"int8": 1.0, "int4": 0.625}[quantization]
+    stays = 4 * table + table + layers * (1 if is_kept else a_number) + norms * a_number
+    assert needed == [int(stays + 2 * 64 * 192 * (3 if is_kept else 4 + 2))]
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cuda", torch.bfloat16)])
@@ -354,6 +420,9 @@ def test_dummy_weights_are_quantised_as_the_config_says(
     dummy, plain = (
         load_model(folder, ModelConfig.from_folder(folder, "float32"), "cpu", "dummy") for folder in (quantised, twin)
     )
+    given = [
+        weight for weight in given if len(weight.codes.unique()) > 1
+    ]  # others are tried to say why these have none
     assert len(given) == 2 * (2 + 2 * 5)  # of attention, and of each expert
     stored = load_file(quantised / "model.safetensors")
     (read,) = with_quantized(quantised, cast(Any, dummy.config.weights_format), stored_tensors(stored)).values()

@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from structlog.testing import capture_logs
 
 from octavo.models.resolve import ModelNotFound
 from octavo.shared import log as logging
@@ -39,6 +40,10 @@ from worker_svc import server as worker_server
 from worker_svc.config import WorkerConfig
 from worker_svc.errors import StartupError
 from worker_svc.models.errors import ModelError
+from worker_svc.models.loader import load_model
+from worker_svc.parallel.membership import Membership
+from worker_svc.parallel.ranks import OnlyRank
+from worker_svc.parallel.stages import OnlyStage
 from worker_svc.server import WorkerServer, load, main
 from worker_svc.steps.worker import Worker
 
@@ -87,6 +92,71 @@ async def test_a_worker_says_what_it_serves_while_it_measures_its_first_steps(co
         assert (await fewer).max_num_seqs == 3
         assert worker.sizes == await fewer, "a scheduler's settings come last"
     await server.stop()
+
+
+@pytest.mark.parametrize(
+    ("options", "facts"),
+    [
+        ({}, [{}, {}]),
+        ({"quantization": "int8"}, [{"quantised_weights": "to be made"}, {"quantised_weights": "kept"}]),
+    ],
+)
+def test_what_is_loaded_and_what_computes_it_is_said_before_weights_are_read(
+    config: WorkerConfig,
+    options: dict[str, Any],
+    facts: list[dict[str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+    said_before: list[list[Any]] = []
+
+    def read(*arguments: Any) -> Any:
+        said_before.append([dict(line) for line in lines])
+        return load_model(*arguments)
+
+    monkeypatch.setattr(worker_server, "load_model", read)
+    config = dataclasses.replace(config, device="cpu", dtype="float32", **options)
+    gib = round((Path(config.model) / "model.safetensors").stat().st_size / (1 << 30), 3)
+    for expected in facts:
+        with capture_logs() as lines:
+            load(config)
+        wait_until_kept()
+        computing, loading = said_before.pop()
+        assert computing["event"] == "computing" and computing["dtype"] == "float32"
+        line = {"event": "loading weights", "log_level": "info", "model": "tiny", "load_format": "auto", "gib": gib}
+        assert loading == line | expected
+        assert [line["event"] for line in lines].count("computing") == 1 and lines[-1]["event"] == "weights loaded"
+
+
+class RankOfTwo:
+    """One of two ranks of a machine, without the other, which begins to load as soon as they have met; as
+    `ParallelGroup`."""
+
+    ranks, stages, answers = OnlyRank(), OnlyStage(), None
+
+    def __init__(self, memory: list[int]) -> None:
+        self.member = Membership(0, 2, local_rank=0, local_size=2, address="127.0.0.1", port=1)
+        self._memory = memory
+
+    def check_alike(self, *_: object) -> None:
+        self._memory[0] = 0
+
+
+@pytest.mark.parametrize(("shares", "is_enough"), [(1.9, False), (2.1, True)])
+def test_ranks_of_one_machine_divide_the_memory_that_was_free_before_any_loads(
+    config: WorkerConfig, shares: float, is_enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed_bytes = 10_000_000
+    monkeypatch.setattr("worker_svc.models.loader._peak_bytes", lambda *_: needed_bytes)
+    memory = [int(shares * needed_bytes)]
+    monkeypatch.setattr(worker_server, "available_bytes", lambda: memory[0])
+    group: Any = RankOfTwo(memory)
+    if is_enough:
+        assert load(config, group)[0].config.num_layers == 3
+    else:
+        with pytest.raises(ModelError, match="too little memory for tiny: loading its weights takes up to"):
+            load(config, group)
 
 
 @pytest.mark.parametrize(

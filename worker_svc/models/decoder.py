@@ -36,8 +36,7 @@ class Decoder:
         self.config, self.device, self._part = part.own, device, part
         style, names = config.style, config.style.names
         kernels = kernels_for(device)
-        # Older files lack the first base: the one under which the embedding is found is that of all.
-        base = next((base for base in names.bases if weights.has(f"{base}{names.embedding}.weight")), names.bases[0])
+        base = names.base(weights.has)
         self._embedding = Embedding(part, weights, base, kernels, device) if part.is_first else None
         slopes = None
         if style.positions == "alibi":
@@ -54,14 +53,12 @@ class Decoder:
             prefix = base + names.layer.format(i)
             scales = {} if config.cache_scales is None else config.cache_scales.of_layer(i, part.kv_heads, device)
             self.layers.append(layer_class(part, weights, prefix, i, cos_sin, slopes, kernels, scales))
-        for i in range(part.whole.num_layers, part.whole.num_layers + style.num_extra_layers):
-            weights.ignore_all(base + names.layer.format(i))
         is_fused = part.ranks.size == 1 and FusedLayers.is_for(config, self.layers, kernels)
         self._fused = FusedLayers(config, self.layers) if is_fused else None
         embedding = None if self._embedding is None else self._embedding.weight
         self._head = Head(part, weights, base, embedding, kernels) if part.is_last else None
-        if part.stages.count > 1:
-            _leave_to_other_stages(part, weights, base)
+        for prefix in part.prefixes_without_place(base):
+            weights.ignore_all(prefix)
         # A GPU's library takes other code for one row than for two, which then round differently.
         self._least_rows = 1 if device.type == "cpu" or config.is_batch_invariant else 2
 
@@ -154,17 +151,3 @@ class Decoder:
         for layer, (key_cache, value_cache) in zip(self.layers, caches, strict=True):
             update = layer(update, key_cache, value_cache, step)
         return residual[wanted], update[wanted]
-
-
-def _leave_to_other_stages(part: ModelPart, weights: Weights, base: str) -> None:
-    """What this stage has no place for, and another has."""
-    names = part.whole.style.names
-    for i in range(part.whole.num_layers):
-        if i not in part.layers:
-            weights.ignore_all(base + names.layer.format(i))
-    ends = [] if part.is_first else [names.embedding, names.project_in, names.positions, names.embedding_norm]
-    if not part.is_last:
-        ends += [names.final_norm, names.project_out]
-        weights.ignore_all(f"{names.head}.")
-    for name in filter(None, ends):
-        weights.ignore_all(f"{base}{name}.")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+import structlog
 import torch
 
 from kernels.select import kernels_for
@@ -27,13 +30,16 @@ from worker_svc.models.decoder import Decoder
 from worker_svc.models.experts.stacked_experts import with_experts_apart
 from worker_svc.models.logit_reader import LogitReader
 from worker_svc.models.parts import ModelPart
-from worker_svc.models.products.quantized_store import QuantizedStore
+from worker_svc.models.products.quantized_store import QuantizedStore, kept_path
 from worker_svc.models.quantized.checkpoint_format import with_quantized
 from worker_svc.models.quantized.fp8_store import Fp8Store
 from worker_svc.models.quantized.quantized_table import BYTES_PER_NUMBER
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
 
+log = structlog.get_logger()
+
 _BYTES_OF_CODES = 3  # a number of few bits while it is packed: a byte, and as much twice on its way
+_BYTES_BESIDE_EXPANDED = 2  # one that is expanded first: its code, its part of the scales, and what is made on the way
 
 
 class Model(Protocol):
@@ -77,10 +83,12 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     trust_remote_code: bool = False,
+    free_bytes: int | None = None,
 ) -> Model:
     """Load weights from `folder`, or make them up from `seed` (`load_format` dummy).
 
     `config` is that of a model that this process has all of, or its part of one: nothing else is read then.
+    `free_bytes` of the host's memory may be taken; None: all that are free.
 
     Raises `ModelError` with a line that names the file or tensor when the checkpoint cannot be read, lacks a tensor,
     has one too many or one of another shape, or when memory does not suffice.
@@ -100,15 +108,15 @@ def load_model(
             )
         from worker_svc.models.transformers_model import TransformersModel
 
-        _check_memory(part, device, config.weights_bytes)
+        _check_memory(part, device, config.weights_bytes // part.num_parts, free_bytes)
         return TransformersModel(Path(folder), config, device, load_format, seed, trust_remote_code)
     weights: Weights
     if load_format == "dummy":
-        _check_memory(part, device, config.weights_bytes)
+        _check_memory(part, device, config.weights_bytes // part.num_parts, free_bytes)
         weights = DummyWeights(config.dtype, device, seed, _store(part, device))
         weights.weights_format, weights.names = config.weights_format, config.style.names
     else:
-        weights = _checkpoint(Path(folder), part, device, load_format)
+        weights = _checkpoint(Path(folder), part, device, load_format, free_bytes)
     weights.is_batch_invariant = config.is_batch_invariant
     try:
         with torch.inference_mode():
@@ -120,6 +128,20 @@ def load_model(
     if weights.store is not None:
         weights.store.finish()
     return model
+
+
+def log_source(folder: Path, part: ModelPart, load_format: str) -> None:
+    """One line before weights are read, which may take minutes: how large their files are, and where products are
+    quantised whether an earlier start has kept them."""
+    facts: dict[str, object] = {}
+    if load_format != "dummy":
+        with suppress(ModelError, OSError):  # `load_model` says what is wrong with the files
+            paths = checkpoint_paths(folder, detect_format(folder) if load_format == "auto" else load_format)
+            facts["gib"] = round(sum(path.stat().st_size for path in paths) / GIB, 3)
+            if part.whole.quantization not in ("", "fp8"):
+                is_kept = (path := kept_path(part, paths)) is not None and os.path.exists(path)
+                facts["quantised_weights"] = "kept" if is_kept else "to be made"
+    log.info("loading weights", model=part.whole.model_name, load_format=load_format, **facts)
 
 
 def check_quantization(config: ModelConfig, device: torch.device) -> None:
@@ -147,54 +169,82 @@ def _store(
     return QuantizedStore.of_model(part, weight_files) if weight_files else QuantizedStore(part.whole)
 
 
-def _check_memory(part: ModelPart, device: torch.device, weights_bytes: int) -> None:
-    """Raises ModelError where so many bytes, as a model of one part takes them, do not fit. Asked before weights are
-    read, because Linux promises memory that it does not have and then kills the process that touches it."""
-    needed_bytes = weights_bytes // part.num_parts
-    if device.type == "cpu" and needed_bytes > (free_bytes := available_bytes()):
+def _check_memory(part: ModelPart, device: torch.device, needed_bytes: int, free_bytes: int | None) -> None:
+    """Raises ModelError where a part that takes so many bytes does not fit. Asked before weights are read, because
+    Linux promises memory that it does not have and then kills the process that touches it."""
+    if device.type != "cpu":
+        return
+    if free_bytes is None:
+        free_bytes = available_bytes()
+    if needed_bytes > free_bytes:
         raise ModelError(
             f"too little memory for {part.whole.model_name}: loading its weights takes up to "
-            f"{needed_bytes / GIB:.3g} GiB, {free_bytes / GIB:.3g} GiB are free"
+            f"{needed_bytes / GIB:.3g} GiB, {free_bytes / GIB:.3g} GiB are free for it"
         )
 
 
-def _checkpoint(folder: Path, part: ModelPart, device: torch.device, load_format: str) -> CheckpointWeights:
+def _checkpoint(
+    folder: Path, part: ModelPart, device: torch.device, load_format: str, free_bytes: int | None
+) -> CheckpointWeights:
     if load_format == "auto":
         load_format = detect_format(folder)
     config, paths = part.whole, checkpoint_paths(folder, load_format)
-    num_bytes = sum(path.stat().st_size for path in paths) // part.num_parts
     store = _store(part, device, paths)  # which looks at the files' times before they are opened
     tensors = with_experts_apart(folder, config.style, open_checkpoint(paths, load_format))
     if config.weights_format is not None:
         tensors = with_quantized(folder, config.weights_format, tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if not is_cache_scale(name)}  # in `config` if wanted
+    num_bytes = sum(tensor.num_bytes for tensor in _of_part(part, tensors).values())
     progress = ByteBar(f"loading {config.model_name}", num_bytes)
     weights = CheckpointWeights(folder, tensors, config.dtype, device, progress, store)
     if device.type == "cpu":
-        _check_memory(part, device, _peak_bytes(config, tensors, weights))
+        _check_memory(part, device, _peak_bytes(part, tensors, weights), free_bytes)
     return weights
 
 
-def _peak_bytes(config: ModelConfig, tensors: Tensors, weights: CheckpointWeights) -> int:
-    """What a checkpoint takes on a CPU while it is loaded: all that stays, and beside it the largest weight as it is
-    read. Numbers that may turn out to need fewer bits count as they are read."""
-    names, head, total, largest = config.style.names, f"{config.style.names.head}.weight", 0.0, 0.0
+def _ends(config: ModelConfig, tensors: Tensors) -> tuple[str, str, bool]:
+    """Names of embedding and head, and whether the head is the embedding, whatever the file has under its name."""
+    names = config.style.names
+    table, head = f"{names.base(tensors.__contains__)}{names.embedding}.weight", f"{names.head}.weight"
+    return table, head, config.tie_word_embeddings and not isinstance(tensors.get(head), QuantizedTensor)
+
+
+def _of_part(part: ModelPart, tensors: Tensors) -> Tensors:
+    """The tensors that a part reads, or some of each."""
+    table, head, is_tied = _ends(part.whole, tensors)
+    elsewhere = tuple(part.prefixes_without_place(part.whole.style.names.base(tensors.__contains__)))
+    kept = {table} if is_tied and part.is_last else set()
+    left_out = {head} if is_tied else set()
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name in kept or not (name in left_out or name.startswith(elsewhere))
+    }
+
+
+def _peak_bytes(part: ModelPart, tensors: Tensors, weights: CheckpointWeights) -> int:
+    """What a part takes of a checkpoint on a CPU while it is loaded: all that stays, and beside it the largest weight
+    as it is read. Numbers that may turn out to need fewer bits count as they are read."""
+    config, total, largest = part.whole, 0.0, 0.0
+    table, head, is_tied = _ends(config, tensors)
     keeps = weights.store.keeps if isinstance(weights.store, QuantizedStore) else None
-    is_tied = config.tie_word_embeddings and not isinstance(tensors.get(head), QuantizedTensor)
-    for name, tensor in tensors.items():
-        if is_tied and name == head:  # not read
-            continue
-        count, is_table = math.prod(tensor.shape), name.endswith(f"{names.embedding}.weight")
-        as_read = beside = 2 if tensor.dtype == torch.bfloat16 else config.dtype.itemsize
-        of_product = of_table = float(as_read)
+    for name, tensor in _of_part(part, tensors).items():
+        count = math.prod(tensor.shape)
+        has_table, has_product = part.is_first and name == table, name != table or (is_tied and part.is_last)
+        beside = 2 if tensor.dtype == torch.bfloat16 else config.dtype.itemsize
+        of_product = of_table = float(beside)
         if config.quantization:
-            of_product = 1 if is_table or name == head else config.bytes_per_number
+            of_product = 1 if name in (table, head) else config.bytes_per_number
         if isinstance(tensor, QuantizedTensor):
-            of_product, beside = weights.quantized.bytes_per_number(tensor, of_product, keeps), _BYTES_OF_CODES
-            of_table = BYTES_PER_NUMBER
+            of_few_bits = weights.quantized.bytes_per_number(tensor, keeps)
+            beside, of_table = _BYTES_OF_CODES, BYTES_PER_NUMBER
+            if of_few_bits is not None:
+                of_product = of_few_bits
+            elif has_product:  # it is expanded before its product is made
+                beside = _BYTES_BESIDE_EXPANDED + config.dtype.itemsize
         # Of the embedding rows are copied, so it stays as it is read; as a tied head it is a product as well.
-        has_product, stays = not is_table or is_tied, is_table and beside == as_read
-        total += count * (of_product * has_product + of_table * is_table)
+        stays = has_table and not isinstance(tensor, QuantizedTensor)
+        total += count * (of_product * has_product + of_table * has_table)
         # Two weights of a layer are often one product.
-        largest = max(largest, 0 if stays else count * beside * (1 if is_table or name == head else 2))
-    return int(total + largest)
+        largest = max(largest, 0 if stays else count * beside * (1 if name in (table, head) else 2))
+    return int((total + largest) / part.ranks.size)

@@ -6,6 +6,7 @@ expert `expert` too; all but the head's follow one of `bases`, as older files la
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 
@@ -50,6 +51,10 @@ class Names:
     is_transposed: bool = False  # whether products within layers are stored [in, out]
     has_heads_in_turn: bool = False  # whether rows of the fused product are head 0's q, k, v, then head 1's, ...
     has_gates_in_turn: bool = False  # whether rows of experts' fused product are gate 0, up 0, gate 1, ...
+
+    def base(self, has: Callable[[str], bool]) -> str:
+        """Which of `bases` a checkpoint has, by whether it `has` a tensor of a name: the one of its embedding."""
+        return next((base for base in self.bases if has(f"{base}{self.embedding}.weight")), self.bases[0])
 
 
 LLAMA = Names()

@@ -133,6 +133,18 @@ class ModelPart:
         count = self.whole.style.experts.num_experts
         return part_of(self.ranks, count) if self.is_expert_parallel else range(count)
 
+    def prefixes_without_place(self, base: str) -> list[str]:
+        """How names of tensors begin that this part has no place for, as another stage has it or none. A tied table,
+        which the last stage has as its head, is among them. `base`: of the checkpoint's names."""
+        style, names = self.whole.style, self.whole.style.names
+        layers = range(self.whole.num_layers + style.num_extra_layers)
+        prefixes = [base + names.layer.format(i) for i in layers if i not in self.layers]
+        ends = [] if self.is_first else [names.embedding, names.project_in, names.positions, names.embedding_norm]
+        if not self.is_last:
+            ends += [names.final_norm, names.project_out]
+            prefixes.append(f"{names.head}.")
+        return prefixes + [f"{base}{name}." for name in ends if name]
+
     def neurons(self, count: int, *, of_experts: bool = False) -> range:
         """Of the `count` inner ones of an MLP."""
         return range(count) if of_experts and self.is_expert_parallel else part_of(self.ranks, count)

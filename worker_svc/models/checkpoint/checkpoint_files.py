@@ -146,6 +146,7 @@ def _gguf(path: Path) -> Iterator[tuple[str, StoredTensor]]:
     from octavo.models.errors import GGUFError
     from octavo.models.gguf_convert import read_tensors
 
+    path = path.resolve()  # errors name the file, not the link to it that `model_folder` removes
     try:
         pending = list(read_tensors(path))
     except GGUFError as error:
@@ -154,7 +155,7 @@ def _gguf(path: Path) -> Iterator[tuple[str, StoredTensor]]:
         if is_matrix_of_blocks(tensor):
             yield tensor.name, GgufBlocks(path, tensor)
         else:
-            yield tensor.name, MadeTensor(tensor.shape, torch.float32, partial(_expanded, tensor))
+            yield tensor.name, MadeTensor(tensor.shape, torch.float32, partial(_expanded, tensor), tensor.file_bytes)
 
 
 def _expanded(tensor: PendingTensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ class StoredTensor(Protocol):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    num_bytes: int  # in the file
 
     def read_into(self, out: torch.Tensor, rows: Sequence[range], columns: Sequence[range]) -> None:
         """Fills `out`, contiguous, of any type, on any device, with these rows one after the other, and of their last
@@ -55,6 +56,7 @@ class FileTensor:
 
     def __init__(self, file: OpenFile, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.shape, self.dtype, self._file, self._offset = shape, dtype, file, offset
+        self.num_bytes = math.prod(shape) * dtype.itemsize
 
     def read_into(self, out: torch.Tensor, rows: Sequence[range], columns: Sequence[range]) -> None:
         """See `StoredTensor`; reads nothing else. Other types and devices, and columns, take a piece of _PIECE_BYTES
@@ -102,8 +104,16 @@ class FileTensor:
 class MadeTensor:
     """One that a function makes, of a format that has no plain numbers."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        make: Callable[[], torch.Tensor],
+        num_bytes: int | None = None,
+    ) -> None:
+        """`num_bytes`: in the file; None: as many as the numbers have that are made."""
         self.shape, self.dtype, self._make = shape, dtype, make
+        self.num_bytes = math.prod(shape) * dtype.itemsize if num_bytes is None else num_bytes
 
     def part(self, index: int, shape: tuple[int, ...]) -> MadeTensor:
         """What lies at `index` of the first dimension, in a shape of as many numbers; of one that is cheap to make."""

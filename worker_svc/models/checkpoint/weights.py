@@ -133,7 +133,6 @@ class CheckpointWeights:
         stored = self._pop(name, shape)
         out = torch.empty(shape, dtype=torch.float32, device=self._device)
         stored.read_into(out, [range(shape[0])], [range(shape[-1])])
-        self._progress.add(out.numel() * stored.dtype.itemsize)
         return out
 
     def take_parts(
@@ -198,12 +197,11 @@ class CheckpointWeights:
             own = [range(some.start - starts[index], some.stop - starts[index]) for some in of_tensor]
             part = out[first : first + sum(map(len, own))]
             stored[index].read_into(part, own, across)
-            self._progress.add(part.numel() * stored[index].dtype.itemsize)
             first += len(part)
         return out
 
     def _pop(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
-        tensor = self._left.pop(name, None) or self._quantized.get(name)
+        tensor = self._leave(name) or self._quantized.get(name)
         if tensor is None:
             raise ModelError(f"{self._folder}: the checkpoint has no tensor {name}")
         self._check_shape(name, tensor, shape)
@@ -231,14 +229,20 @@ class CheckpointWeights:
         """See `Weights`; reads the file now."""
         tensor = self._quantized[name]
         self._check_shape(name, tensor, (out_features, in_features))
-        self._left.pop(name, None)
-        weight = tensor.quantized(rows, columns, self._device)
-        self._progress.add(tensor.num_bytes * weight.codes.numel() // (out_features * in_features))
-        return weight
+        self._leave(name)
+        return tensor.quantized(rows, columns, self._device)
 
     def ignore(self, name: str) -> None:
         """See `Weights`."""
-        self._left.pop(name, None)
+        self._leave(name)
+
+    def _leave(self, name: str) -> StoredTensor | None:
+        """The tensor, which is not left any more; None where it is not. It counts as done with all that the file has of
+        it: parts of it that other ranks read, and what was kept of an earlier start, take no time here."""
+        tensor = self._left.pop(name, None)
+        if tensor is not None:
+            self._progress.add(tensor.num_bytes)
+        return tensor
 
     def ignore_all(self, prefix: str) -> None:
         """See `Weights`."""

@@ -30,7 +30,7 @@ class TransposedTensor:
 
     def __init__(self, tensor: StoredTensor) -> None:
         self._tensor = tensor
-        self.shape, self.dtype = tensor.shape[::-1], tensor.dtype
+        self.shape, self.dtype, self.num_bytes = tensor.shape[::-1], tensor.dtype, tensor.num_bytes
 
     def read_into(self, out: torch.Tensor, rows: Sequence[range], columns: Sequence[range]) -> None:
         """See `StoredTensor`; takes as much memory once more."""

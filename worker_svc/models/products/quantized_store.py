@@ -8,7 +8,8 @@ where it has few bits: with int8 to eight bits, with int4 to four, but for the h
 
 The file lies in Octavo's cache, beside the models. Its name holds the model's hash, the sizes and times of the files
 that have the weights, the type that these were read in, the quantisation and the version of the layout: a file that is
-there fits. One that cannot be read or written (`KeptFile`) costs time and nothing else.
+there fits. One that cannot be read or written (`KeptFile`), or holds a product that is not the one that was written,
+costs time and nothing else.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+import zlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import structlog
 import torch
 
@@ -43,8 +46,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-_LAYOUT_VERSION = 5  # to be counted up with every change of what is made of the same weights
-_PACKED, _SCALE, _RECORDS, _BIAS, _OUTPUTS = "packed", "scale", "records", "bias", "outputs"
+_LAYOUT_VERSION = 6  # to be counted up with every change of what is made of the same weights
+_PACKED, _SCALE, _RECORDS, _BIAS = "packed", "scale", "records", "bias"
+_OUTPUTS, _CHECKSUM = "outputs", "checksum"  # how many there are; of the other parts
 KEEPING = "quantised weights are written"  # the name of the thread
 GROUPS = {"int4": 32, "int4-128": 128}  # inputs that share a scale; int8 has one an output
 
@@ -65,12 +69,9 @@ class QuantizedStore:
     @classmethod
     def of_model(cls, part: ModelPart, weight_files: Sequence[Path]) -> QuantizedStore:
         """The store of a checkpoint's products, or of those of a stage; its files have yet to be opened."""
-        config, layers = part.whole, part.layers
-        dtype = str(config.dtype).removeprefix("torch.")
-        of_stage = f"-layers-{layers.start}-{layers.stop}" if part.stages.count > 1 else ""
-        kind = f"{dtype}-{config.quantization}-{_LAYOUT_VERSION}{of_stage}"
-        name = f"{config.model_hash[:32]}-{_digest(weight_files)}-{kind}.safetensors"
-        return cls(config, cache_dir() / "quantized" / name)
+        if (path := kept_path(part, weight_files)) is None:
+            log.warning("quantised weights are not kept", path=None, error="this user has no home: set OCTAVO_CACHE")
+        return cls(part.whole, path)
 
     def keeps(self, numbers: Numbers) -> bool:
         """Whether a weight that the checkpoint has in these stays as it is, and only rows are rounded."""
@@ -78,7 +79,8 @@ class QuantizedStore:
 
     def find(self, name: str, out_features: int, in_features: int) -> CompiledLinear | None:
         """The product that an earlier start kept; None where there is none of these sizes."""
-        stored = {part: self._stored.get(f"{name}.{part}") for part in (_PACKED, _SCALE, _RECORDS, _BIAS, _OUTPUTS)}
+        names = _PACKED, _SCALE, _RECORDS, _BIAS, _OUTPUTS, _CHECKSUM
+        stored = {part: self._stored.get(f"{name}.{part}") for part in names}
         if stored[_PACKED] is None:
             return None
         try:
@@ -126,6 +128,19 @@ class QuantizedStore:
         threading.Thread(target=_keep, args=(self._file, _tensors(parts)), name=KEEPING, daemon=False).start()
 
 
+def kept_path(part: ModelPart, weight_files: Sequence[Path]) -> Path | None:
+    """Where the products of a checkpoint, or of a stage of it, are kept; None for a user that has no cache."""
+    config, layers = part.whole, part.layers
+    dtype = str(config.dtype).removeprefix("torch.")
+    of_stage = f"-layers-{layers.start}-{layers.stop}" if part.stages.count > 1 else ""
+    kind = f"{dtype}-{config.quantization}-{_LAYOUT_VERSION}{of_stage}"
+    name = f"{config.model_hash[:32]}-{_digest(weight_files)}-{kind}.safetensors"
+    try:
+        return cache_dir() / "quantized" / name
+    except RuntimeError:  # neither HOME nor an entry in passwd, as some containers' users
+        return None
+
+
 def _keep(file: KeptFile, tensors: list[PendingTensor]) -> None:
     path, num_bytes = str(file.path), sum(tensor.num_bytes for tensor in tensors)
     try:
@@ -153,11 +168,22 @@ def _read(path: Path) -> Tensors:
 
 
 def _tensors(of_products: dict[str, dict[str, torch.Tensor]]) -> list[PendingTensor]:
-    return [
+    tensors = [
         PendingTensor(f"{name}.{part}", tuple(tensor.shape), tensor.numpy, _TYPES[tensor.dtype])
         for name, parts in of_products.items()
         for part, tensor in parts.items()
     ]
+    for name, parts in of_products.items():
+        tensors.append(PendingTensor(f"{name}.{_CHECKSUM}", (1,), partial(_checksum, parts), "I32"))
+    return tensors
+
+
+def _checksum(parts: dict[str, torch.Tensor]) -> np.ndarray:
+    """Of all parts of a product, i32[1]."""
+    found = 0
+    for name in sorted(parts):
+        found = zlib.crc32(parts[name].numpy().data, found)
+    return np.array([found], np.uint32).view(np.int32)
 
 
 def _product(parts: dict[str, torch.Tensor], out_features: int, in_features: int) -> Product:
@@ -180,8 +206,8 @@ def _format(fields: torch.Tensor) -> Records:
 
 
 def _read_parts(stored: dict[str, StoredTensor | None], out_features: int, in_features: int) -> dict[str, torch.Tensor]:
-    """What `make` has kept. Raises ValueError and ZeroDivisionError for what is of other sizes or types, ModelError for
-    what cannot be read."""
+    """What `make` has kept. Raises ValueError and ZeroDivisionError for what is of other sizes or types or has become
+    something else on the disk, ModelError for what cannot be read."""
     packed, records = stored[_PACKED], _small(stored[_RECORDS], 4, torch.int32)
     bias, scale = (_small(stored[part], out_features, torch.float32) for part in (_BIAS, _SCALE))
     shape: tuple[int, ...] = -(-out_features // PANEL), -(-in_features // GROUP), GROUP // QUAD, PANEL, QUAD
@@ -193,8 +219,12 @@ def _read_parts(stored: dict[str, StoredTensor | None], out_features: int, in_fe
         raise ValueError("it has no scale")
     weight = torch.empty(shape, dtype=torch.uint8)
     packed.read_into(weight, [range(shape[0])], [range(shape[-1])])
-    parts = {_BIAS: bias, _PACKED: weight, _SCALE: scale, _RECORDS: records}
-    return {part: tensor for part, tensor in parts.items() if tensor is not None}
+    outputs, checksum = (_small(stored[part], 1, torch.int32) for part in (_OUTPUTS, _CHECKSUM))
+    found = {_BIAS: bias, _PACKED: weight, _SCALE: scale, _RECORDS: records, _OUTPUTS: outputs}
+    parts = {part: tensor for part, tensor in found.items() if tensor is not None}
+    if checksum is None or int(checksum) != int(_checksum(parts)[0]):
+        raise ValueError("its checksum is another")
+    return parts
 
 
 def _small(tensor: StoredTensor | None, size: int, dtype: torch.dtype) -> torch.Tensor | None:

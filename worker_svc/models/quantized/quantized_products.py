@@ -22,6 +22,7 @@ from worker_svc.models.quantized.quantized_tensor import QuantizedTensor, dequan
 log = structlog.get_logger()
 
 _TRIED_OUTPUTS = 192  # whole tiles of every device
+_PIECE_INPUTS = 256  # whole groups and pieces of every product
 
 
 class QuantizedProducts:
@@ -29,7 +30,8 @@ class QuantizedProducts:
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
-        self._bytes_per_number: dict[tuple[str, int], float] = {}
+        self._bytes_per_number: dict[tuple[str, int], float | None] = {}
+        self._has_product: dict[str, bool] = {}  # by format and number of inputs, as was found of an expanded weight
         self._expanded: Counter[tuple[str, str]] = Counter()
 
     def make(
@@ -41,8 +43,7 @@ class QuantizedProducts:
         expanded = self.expanded(weight)
         made = dense(expanded, bias, is_batch_invariant=is_batch_invariant)
         if made.weight_bytes >= expanded.nbytes:  # numbers of few bits that a plain product keeps so are not expanded
-            groups = "one scale an output" if weight.group >= weight.in_features else f"groups of {weight.group}"
-            self.note_expanded(kind, f"there is no product of {weight.numbers.value} with {groups}")
+            self.note_expanded(kind, self._why_expanded(weight))
         return made
 
     def with_rounded_rows(
@@ -60,12 +61,10 @@ class QuantizedProducts:
         dequantize_into(expanded, weight)
         return expanded
 
-    def bytes_per_number(
-        self, tensor: QuantizedTensor, plain: float, keeps: Callable[[Numbers], bool] | None = None
-    ) -> float:
+    def bytes_per_number(self, tensor: QuantizedTensor, keeps: Callable[[Numbers], bool] | None = None) -> float | None:
         """What a product with this weight takes for each of its numbers: that of its first outputs is made, once for
-        all tensors that are stored alike. `plain`: of one that does not stay in few bits. `keeps`: where rows are
-        rounded, of which numbers weights stay so (`QuantizedStore.keeps`)."""
+        all tensors that are stored alike. None: it does not stay in few bits. `keeps`: where rows are rounded, of which
+        numbers weights stay so (`QuantizedStore.keeps`)."""
         count = math.prod(tensor.shape)
         key = tensor.kind, round(32 * tensor.num_bytes / count)
         if key not in self._bytes_per_number:
@@ -75,7 +74,7 @@ class QuantizedProducts:
                 weight = replace(weight, inputs=Inputs.INT8, input_scale=None)
             is_kept = keeps is None or keeps(weight.numbers)
             product = self._few_bits(weight, None) if is_kept else None
-            taken = plain if product is None else product.weight_bytes / (len(rows) * len(columns))
+            taken = None if product is None else product.weight_bytes / (len(rows) * len(columns))
             self._bytes_per_number[key] = taken
         return self._bytes_per_number[key]
 
@@ -87,6 +86,25 @@ class QuantizedProducts:
         product: QuantizedProduct | None = kernels_for(self._device).quantized_product(weight, bias, **options)
         return product
 
+    def _why_expanded(self, weight: QuantizedWeight) -> str:
+        """What keeps a weight from being multiplied in few bits, found by asking for products of plainer ones."""
+        has_one_scale = weight.group >= weight.in_features
+        format_ = f"{weight.numbers.value} with " + (
+            "one scale an output" if has_one_scale else f"groups of {weight.group}"
+        )
+        if weight.offset is not None:
+            format_ += " and offsets"
+        for in_features, of_inputs in (
+            (_PIECE_INPUTS if has_one_scale else math.lcm(_PIECE_INPUTS, weight.group), ""),
+            (weight.in_features, f" for {weight.in_features} inputs"),
+        ):
+            key = f"{format_} {weight.zero is None} {weight.inputs} {in_features}"
+            if key not in self._has_product:
+                self._has_product[key] = self._few_bits(_of_ones(weight, in_features), None) is not None
+            if not self._has_product[key]:
+                return f"there is no product of {format_}{of_inputs}"
+        return f"its numbers or scales are none that a product of {format_} has"
+
     def note_expanded(self, kind: str, why: str) -> None:
         """A product whose weight is kept in the model's type."""
         self._expanded[kind, why] += 1
@@ -97,3 +115,18 @@ class QuantizedProducts:
             dtype = str(self._dtype).removeprefix("torch.")
             log.info("quantised weights expanded", format=kind, products=count, dtype=dtype, why=why)
         self._expanded.clear()
+
+
+def _of_ones(weight: QuantizedWeight, in_features: int) -> QuantizedWeight:
+    """A weight of the same format and of few outputs, with nothing special in it."""
+    group = in_features if weight.group >= weight.in_features else weight.group
+    shape, device = (_TRIED_OUTPUTS, -(-in_features // group)), weight.codes.device
+    return replace(
+        weight,
+        codes=torch.ones(_TRIED_OUTPUTS, in_features, dtype=torch.uint8, device=device),
+        scale=torch.ones(shape, device=device),
+        group=group,
+        zero=None if weight.zero is None else torch.ones(shape, dtype=torch.int16, device=device),
+        offset=None if weight.offset is None else torch.ones(shape, device=device),
+        order=None,
+    )
