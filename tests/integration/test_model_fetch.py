@@ -546,8 +546,9 @@ def test_names_and_folders_resolve(cache: Path, tmp_path: Path) -> None:
         available("/nowhere/at/all", report=quiet)
     (tmp_path / "x.gguf").touch()
     assert resolve_model(tmp_path / "x.gguf") == tmp_path / "x.gguf"
-    with pytest.raises(ModelNotFound, match=r"no model folder .*y\.gguf"):
-        resolve_model(tmp_path / "y.gguf")
+    for file in (tmp_path / "y.gguf", "y.gguf"):
+        with pytest.raises(ModelNotFound, match=r"there is no file .*y\.gguf$"):
+            resolve_model(file)
     here = tmp_path / "elsewhere" / "mine"
     here.mkdir(parents=True)
     (here / "config.json").write_text("{}")
