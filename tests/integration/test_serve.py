@@ -247,7 +247,9 @@ def test_a_port_in_use_is_one_line_before_anything_starts() -> None:
     ]
 
 
-@pytest.mark.parametrize("flags", [["--workers", "0"], ["--worker", "127.0.0.1:1"], ["--max-num-seqs", "0"], ["--x"]])
+@pytest.mark.parametrize(
+    "flags", [["--workers", "0"], ["--worker", "127.0.0.1:1"], ["--max-num-seqs", "0"], ["--dtype", "fp16"], ["--x"]]
+)
 def test_bad_usage(flags: list[str]) -> None:
     command = [sys.executable, "-m", "octavo", "serve", *flags]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=30)
