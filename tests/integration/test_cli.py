@@ -128,6 +128,15 @@ def test_help_of_a_service_is_grouped_short_and_true(
         assert "--max-num-seqs N sequences that run at once on a worker (default: the worker's)" in flat
 
 
+@pytest.mark.parametrize(("name", "is_there"), [("chat", False), ("generate", True)])
+def test_help_speaks_of_beam_search_where_there_is_one(
+    name: str, is_there: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    assert ("beam search" in " ".join(capsys.readouterr().out.split())) is is_there
+
+
 @pytest.mark.parametrize(
     ("arguments", "nearest"),
     [
