@@ -128,6 +128,14 @@ def test_help_of_a_service_is_grouped_short_and_true(
         assert "--max-num-seqs N sequences that run at once on a worker (default: the worker's)" in flat
 
 
+@pytest.mark.parametrize("command", [["serve"], ["worker"], ["bench", "offline"]])
+def test_help_says_what_a_model_may_be_called(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--model MODEL folder, GGUF file, known name, or OWNER/NAME on the hub (default: smollm2" in shown
+
+
 @pytest.mark.parametrize(("name", "is_there"), [("chat", False), ("generate", True)])
 def test_help_speaks_of_beam_search_where_there_is_one(
     name: str, is_there: bool, capsys: pytest.CaptureFixture[str]
