@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 from pathlib import Path
@@ -39,6 +40,13 @@ def test_without_locks_nothing_is_said_of_them() -> None:
     assert not any(word in text for word in ("tls", "KEY", "CA.pem"))
     said = json.loads(announced(None).as_json(1.25))
     assert (said["http"], said["tls"], said["keys"], said["seconds"]) == ("http://127.0.0.1:6/v1", False, False, 1.25)
+
+
+def test_the_model_is_called_as_requests_name_it() -> None:
+    plain = announced(None)
+    assert ": m at " in plain.as_text(1.0) and json.loads(plain.as_json(1.0))["model"] == "m"
+    file = dataclasses.replace(plain, source="/models/4-bit.gguf", model="4-bit")
+    assert ": 4-bit (/models/4-bit.gguf) at " in file.as_text(1.0) and json.loads(file.as_json(1.0))["model"] == "4-bit"
 
 
 def test_a_certificate_of_an_authority(certs: Path) -> None:

@@ -40,7 +40,7 @@ class WorkerConfig:
         "auto",
         "type of weights and products; auto: the checkpoint's, where the device multiplies it",
         group=COMMON,
-        metavar="DTYPE",
+        choices=("auto", "float32", "bfloat16", "float16"),
     )
     quantization: str = option(
         "none",

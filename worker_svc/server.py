@@ -239,8 +239,7 @@ def load(config: WorkerConfig, group: ParallelGroup | None = None) -> tuple[Mode
             quantization=quantization,
             is_batch_invariant=config.batch_invariant,
         )
-        if name := served_name(config.model, path):
-            model_config = dataclasses.replace(model_config, model_name=name)
+        model_config = dataclasses.replace(model_config, model_name=served_name(config.model, path))
         check_cache_type(model_config.style, model_config.dtype, of_cache, device)
         if of_cache is not None and of_cache.itemsize == 1:
             scales = find_scales(folder, model_config, config.load_format, config.kv_cache_scales)

@@ -72,13 +72,15 @@ async def list_models(service: Service, request: Request, body: Any, metadata: M
 async def get_model(service: Service, request: Request, body: Any, metadata: Metadata) -> Mapping[str, Any]:
     """By its name, which may have slashes in it, or NAME@FINGERPRINT."""
     name = request.path_params["model"]
-    for model in (await list_models(service, request, body, metadata))["data"]:
+    models = (await list_models(service, request, body, metadata))["data"]
+    for model in models:
         if name in (model["id"], f"{model['id']}@{model['fingerprint']}"):
             found: Mapping[str, Any] = model
             return found
-    raise HttpError(
-        404, f"model {name[:256]!r} is not served here", type=NOT_FOUND, param="model", code="model_not_found"
-    )
+    names = [repr(model["id"]) for model in models if model["parent"] is None]  # adapters may be many
+    served = f"; {' and '.join(names)} {'is' if len(names) == 1 else 'are'}" if names else ""
+    what = f"model {name[:256]!r} is not served here{served}"
+    raise HttpError(404, what, type=NOT_FOUND, param="model", code="model_not_found")
 
 
 def _model(state: pb.ModelState) -> dict[str, Any]:

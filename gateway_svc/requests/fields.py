@@ -109,12 +109,13 @@ class Fields:
             if self._left.pop(name, None):
                 raise UnsupportedField(self.param(name), why)
 
-    def finish(self) -> None:
-        """To be called at the end. Raises for a field that nobody knows."""
+    def finish(self, names: Mapping[str, str] = {}) -> None:
+        """To be called at the end. Raises for a field that nobody knows. `names`: of fields that have another name here
+        than in other bodies, by that name."""
         if self._left:
             name = next(iter(self._left))
             name = name[:MAX_SHOWN_CHARS]
-            hint = did_you_mean(name, self._known)
+            hint = f"; did you mean {names[name]}?" if name in names else did_you_mean(name, self._known)
             raise InvalidField(self.param(name), f"no field has this name{hint}", code="unknown_parameter")
 
     def _typed(self, name: str, is_accepted: Callable[[Any], bool], accepted: str) -> Any:

@@ -49,7 +49,7 @@ def read_response(fields: Fields) -> Asked:
     request.messages.CopyFrom(pb.Messages(messages=_messages(fields)))
     fields.refuse(_BEYOND)
     read_other(fields)
-    fields.finish()
+    fields.finish(names)
     request.sampling_params.CopyFrom(params)
     return Asked(id=id, requests=[request], streams=streaming.streams, num_top=num_top, names=names, settings=settings)
 

@@ -25,7 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="offline|serve|compare|steps|fleet|kernels")
     offline = kinds.add_parser("offline", help="over LLM: scheduler core in this process, a worker beside it")
-    offline.add_argument("--model", default=_DEFAULT_MODEL, help="name or folder (default: %(default)s)")
+    offline.add_argument(
+        "--model",
+        default=_DEFAULT_MODEL,
+        metavar="MODEL",
+        help="folder, GGUF file, known name, or OWNER/NAME on the hub (default: %(default)s)",
+    )
     offline.add_argument(
         "--quantization", default="none", choices=("none", "int8", "int4", "int4-128", "fp8"), help="(default: none)"
     )

@@ -10,7 +10,6 @@ import json
 import ssl
 
 from octavo.commands.flags import connection
-from octavo.commands.flags.tls_failures import tls_failure
 from octavo.shared.options import OptionError
 
 SERVING, NOT_SERVING, UNREACHABLE = 0, 1, 3
@@ -104,6 +103,6 @@ def _over_grpc(arguments: argparse.Namespace) -> tuple[str, str, int]:
             code = SERVING if found == health_pb2.HealthCheckResponse.SERVING else NOT_SERVING
         except grpc.RpcError as error:
             status, details = error.code().name, " ".join((error.details() or "").split())
-            details = tls_failure(arguments.address, details) or details
+            details = connection.connection_failure(arguments, details) or details
             code = NOT_SERVING if error.code() is grpc.StatusCode.NOT_FOUND else UNREACHABLE
     return status, details, code

@@ -55,7 +55,7 @@ def _serve(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig,
     address, children = plan(serve, scheduler, worker)
     http = None if serve.http_port is None else reachable(scheduler.host, serve.http_port)
     announcement = Announcement.of(scheduler, worker.model, serve.workers, address, http)
-    fetch_models(worker)
+    announcement = dataclasses.replace(announcement, model=scheduler.model_names().model(fetch_models(worker)))
 
     import asyncio
 

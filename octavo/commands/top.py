@@ -9,7 +9,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from octavo.commands.flags import connection
-from octavo.commands.flags.tls_failures import tls_failure
 
 if TYPE_CHECKING:
     import grpc
@@ -64,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
             else:
                 _print(watch, arguments)
     except grpc.RpcError as error:
-        raise CommandError(_why(arguments.address, error)) from None
+        raise CommandError(_why(arguments, error)) from None
     return 0
 
 
@@ -92,7 +91,7 @@ def _draw(watch: ServerWatch, arguments: argparse.Namespace) -> None:
                         view.requests.clear()
                     shown, problem = screen(view, arguments.address), ""
                 except grpc.RpcError as error:  # it may come back
-                    problem = _why(arguments.address, error)
+                    problem = _why(arguments, error)
                 live.update(Group(shown, Text(problem, style="red"), foot), refresh=True)
             left_s = next_look_s - time.monotonic()
             key = keys.pressed(max(left_s, 0.0) if not is_held else arguments.interval)
@@ -138,8 +137,8 @@ def _as_dict(view: View) -> dict[str, Any]:
     }
 
 
-def _why(address: str, error: grpc.RpcError) -> str:
+def _why(arguments: argparse.Namespace, error: grpc.RpcError) -> str:
     code, details = error.code().name, error.details() or ""
     if code == "UNIMPLEMENTED":
         details += " (Control may have a port of its own there: --control-port of the scheduler)"
-    return tls_failure(address, details) or f"{address}: {code}: {details}"
+    return connection.connection_failure(arguments, details) or f"{arguments.address}: {code}: {details}"

@@ -60,10 +60,10 @@ def hub_name_of(text: str) -> HubName | None:
 
 
 def served_name(text: str, path: Path) -> str:
-    """The clients' name for the model that was named `text` and lies at `path`; empty: by the name of its folder,
-    which in the hub's cache says nothing."""
+    """The clients' name for the model that was named `text` and lies at `path`: that of its folder or GGUF file, which
+    in the hub's cache says nothing."""
     if "snapshots" not in path.parts:
-        return ""
+        return path.resolve().name if path.is_dir() else path.stem.lower()
     found = HubName.parse(text)
     return found.served_name if found else text
 

@@ -30,8 +30,9 @@ def resolve_model(name_or_dir: str | Path, download_dir: str | Path | None = Non
     if folder.is_dir() or (folder.suffix == ".gguf" and folder.is_file()):
         return folder
     # What looks like a path was meant as one; looking a path up as a name would only give a puzzling message.
-    if folder.is_absolute() or name.startswith(("./", "../", "~")):
-        raise ModelNotFound(f"there is no model folder {folder}")
+    is_file = name.endswith(".gguf") and ":" not in name  # OWNER/NAME:FILE.gguf is on the hub
+    if is_file or folder.is_absolute() or name.startswith(("./", "../", "~")):
+        raise ModelNotFound(f"there is no {'file' if is_file else 'model folder'} {folder}")
     for parent in dict.fromkeys((models_dir(download_dir), models_dir())):
         if (parent / name / "config.json").is_file():
             return parent / name

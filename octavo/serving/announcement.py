@@ -21,9 +21,10 @@ CLIENT_CERT, CLIENT_KEY = "CLIENT.pem", "CLIENT.key"
 
 @dataclasses.dataclass(frozen=True)
 class Announcement:
-    """`address` and `http`: HOST:PORT by a name that the certificate has. `ca_file`: whom to trust; None: there is no
-    TLS."""
+    """`source`: the model as the user has named it; `model`: as requests do. `address` and `http`: HOST:PORT by a name
+    that the certificate has. `ca_file`: whom to trust; None: there is no TLS."""
 
+    source: str
     model: str
     num_workers: int
     address: str
@@ -34,10 +35,10 @@ class Announcement:
 
     @classmethod
     def of(
-        cls, scheduler: SchedulerConfig, model: str, num_workers: int, address: str, http: str | None
+        cls, scheduler: SchedulerConfig, source: str, num_workers: int, address: str, http: str | None
     ) -> Announcement:
-        """Raises OptionError for certificates that cannot be used."""
-        plain = cls(model, num_workers, address, http, wants_key=scheduler.knows_callers)
+        """Raises OptionError for certificates that cannot be used. `model` is `source` until it is known."""
+        plain = cls(source, source, num_workers, address, http, wants_key=scheduler.knows_callers)
         cert, key = scheduler.tls_cert_file, scheduler.tls_key_file
         if cert is None or key is None:
             return plain
@@ -67,11 +68,12 @@ class Announcement:
     def as_text(self, seconds: float) -> str:
         """Lines for people, with commands to copy."""
         workers = "1 worker" if self.num_workers == 1 else f"{self.num_workers} workers"
+        model = self.model if self.model == self.source else f"{self.model} ({self.source})"
         octavo, grpcurl = self._flags()
         key = f"{API_KEY}={KEY} " if self.wants_key else ""  # where `ps` does not show it
         over_http = f"  OpenAI's API: {self.url}\n" if self.url else ""
         return (
-            f"Octavo is ready after {seconds:.1f} s: {self.model} at {self.address}, {workers}. Ctrl-C ends it.\n"
+            f"Octavo is ready after {seconds:.1f} s: {model} at {self.address}, {workers}. Ctrl-C ends it.\n"
             f"{self._legend()}"
             f'  {key}octavo chat "Why is the sky blue?" --address {self.address}{octavo}\n'
             f"{over_http}"

@@ -9,16 +9,21 @@ if TYPE_CHECKING:
     from worker_svc.config import WorkerConfig
 
 
-def fetch_models(worker: WorkerConfig) -> None:
-    """Fetches what the workers are to load and is not here: once, with its progress on this terminal.
+def fetch_models(worker: WorkerConfig) -> str:
+    """Fetches what the workers are to load and is not here: once, with its progress on this terminal. Gives the
+    workers' own name for their model.
 
     Raises FetchError; what is neither here nor anywhere else is the worker's to say.
     """
     from octavo.models.fetch import available
-    from octavo.models.hub_cache import TOKENIZER
+    from octavo.models.hub_cache import TOKENIZER, served_name
     from octavo.models.resolve import ModelNotFound
 
-    for name, load_format in ((worker.model, worker.load_format), (worker.tokenizer, TOKENIZER)):
-        with contextlib.suppress(ModelNotFound):
-            if name:
-                available(name, load_format=load_format, download_dir=worker.download_dir or None)
+    download_dir = worker.download_dir or None
+    with contextlib.suppress(ModelNotFound):
+        if worker.tokenizer:
+            available(worker.tokenizer, load_format=TOKENIZER, download_dir=download_dir)
+    with contextlib.suppress(ModelNotFound):
+        path = available(worker.model, load_format=worker.load_format, download_dir=download_dir)
+        return served_name(worker.model, path)
+    return worker.model

@@ -117,6 +117,7 @@ def test_models_by_name_with_and_without_slashes(fake: Any, shared: Gateway) -> 
         with pytest.raises(openai.NotFoundError) as refused:
             client.models.retrieve("no/such")
     assert refused.value.code == "model_not_found"
+    assert "model 'no/such' is not served here; 'fake' and 'owner/name' are" in refused.value.message
 
 
 def test_tokens(fake: Any, shared: Gateway) -> None:

@@ -330,6 +330,9 @@ def test_whatever_a_field_holds_it_is_taken_or_refused(read: Any) -> None:
 def test_a_name_that_is_nearly_one_gets_it_told() -> None:
     with pytest.raises(HttpError, match="did you mean temperature"):
         chat(temprature=1)
+    for name, here in (("max_tokens", "max_output_tokens"), ("messages", "input"), ("logprobs", "top_logprobs")):
+        with pytest.raises(HttpError, match=rf"{name}: no field has this name; did you mean {here}\?"):
+            response(**{name: 4})
 
 
 def test_tokens() -> None:

@@ -128,6 +128,23 @@ def test_help_of_a_service_is_grouped_short_and_true(
         assert "--max-num-seqs N sequences that run at once on a worker (default: the worker's)" in flat
 
 
+@pytest.mark.parametrize("command", [["serve"], ["worker"], ["bench", "offline"]])
+def test_help_says_what_a_model_may_be_called(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--model MODEL folder, GGUF file, known name, or OWNER/NAME on the hub (default: smollm2" in shown
+
+
+@pytest.mark.parametrize(("name", "is_there"), [("chat", False), ("generate", True)])
+def test_help_speaks_of_beam_search_where_there_is_one(
+    name: str, is_there: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    assert ("beam search" in " ".join(capsys.readouterr().out.split())) is is_there
+
+
 @pytest.mark.parametrize(
     ("arguments", "nearest"),
     [
@@ -454,7 +471,8 @@ def test_what_scripts_read_is_json(server: FakeServer, capsys: pytest.CaptureFix
     assert main(["health", server.address, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"address": server.address, "status": "SERVING", "details": ""}
     assert main(["health", NOWHERE, "--json"]) == 3
-    assert json.loads(capsys.readouterr().out)["status"] == "UNAVAILABLE"
+    told = json.loads(capsys.readouterr().out)
+    assert told["status"] == "UNAVAILABLE" and told["details"].startswith(f"no server answers at {NOWHERE} (")
 
     assert main(["model", "list", "--json"]) == 0
     listed = {each["name"]: each for each in json.loads(capsys.readouterr().out)}

@@ -288,7 +288,7 @@ def test_impossible_options_are_errors_before_a_worker_is_started(folder, option
 
 
 def test_a_worker_that_cannot_start_says_why(tmp_path):
-    with pytest.raises(RuntimeError, match=r"exit code 1: cannot read .*config\.json"):
+    with pytest.raises(RuntimeError, match=r"exit code 1: .* has no config\.json"):
         LLM(str(tmp_path))
 
 

@@ -452,7 +452,8 @@ def test_the_hub_is_used_where_it_answers_at_the_pinned_revision(hub: FakeHub, c
     hub.close()
     assert fetch(NAME, report=quiet) == folder and not (cache / "models" / NAME).exists()
     assert served_name(NAME, folder) == NAME and served_name("a/b@v1", folder) == "a/b"
-    assert served_name(NAME, cache / "models" / NAME) == ""
+    assert served_name("./there", cache / "models" / NAME) == NAME
+    assert served_name("4-Bit.gguf", Path("4-Bit.gguf")) == "4-bit"
 
 
 def test_another_commit_than_the_known_one_is_not_taken(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -545,8 +546,9 @@ def test_names_and_folders_resolve(cache: Path, tmp_path: Path) -> None:
         available("/nowhere/at/all", report=quiet)
     (tmp_path / "x.gguf").touch()
     assert resolve_model(tmp_path / "x.gguf") == tmp_path / "x.gguf"
-    with pytest.raises(ModelNotFound, match=r"no model folder .*y\.gguf"):
-        resolve_model(tmp_path / "y.gguf")
+    for file in (tmp_path / "y.gguf", "y.gguf"):
+        with pytest.raises(ModelNotFound, match=r"there is no file .*y\.gguf$"):
+            resolve_model(file)
     here = tmp_path / "elsewhere" / "mine"
     here.mkdir(parents=True)
     (here / "config.json").write_text("{}")

@@ -135,7 +135,7 @@ def running(model: Path) -> Iterator[Served]:
 
 
 def test_says_how_to_call_it_and_answers(running: Served, model: Path) -> None:
-    assert f"{model} at {running.address}, 2 workers" in running.said
+    assert f"tiny ({model}) at {running.address}, 2 workers" in running.said
     assert "grpcurl -plaintext" in running.said
     assert len(tokens(running.address, "hello")) == 40
 
@@ -157,7 +157,7 @@ def test_every_command_against_it(running: Served, capsys: pytest.CaptureFixture
 def test_a_dead_worker_is_named_and_replaced_and_ctrl_c_does_not_wait_for_long_requests(model: Path) -> None:
     with serving("--model", str(model)) as served, Client(served.address) as client:
         served.wait_until_ready()
-        assert f"{model} at {served.address}, 1 worker." in served.said
+        assert f"tiny ({model}) at {served.address}, 1 worker." in served.said
         expected = tokens(served.address, "hello")
         worker = served.worker()
         worker.kill()
@@ -177,12 +177,14 @@ def test_a_dead_worker_is_named_and_replaced_and_ctrl_c_does_not_wait_for_long_r
 
 
 def test_sigterm_lets_requests_finish_and_a_script_reads_where_the_server_is(model: Path) -> None:
-    with serving("--model", str(model), "--json") as served, Client(served.address) as client:
+    named = ["--model", str(model), "--served-model-name", "short=tiny"]
+    with serving(*named, "--json") as served, Client(served.address) as client:
         served.wait_for(lambda: '"http": null' in served.said and served.said.endswith("\n"))
         said = json.loads(next(line for line in served.said.splitlines() if '"http": null' in line))
         assert said["seconds"] > 0
-        assert said == {**said, "address": served.address, "http": None, "model": str(model), "workers": 1}
-        stream = client.generate("story", SamplingParams(temperature=0, max_tokens=300, ignore_eos=True))
+        assert said == {**said, "address": served.address, "http": None, "model": "short", "workers": 1}
+        params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+        stream = client.generate("story", params, model=said["model"])
         outputs = [next(stream)]
         served.process.send_signal(signal.SIGTERM)
         outputs += stream
@@ -245,7 +247,9 @@ def test_a_port_in_use_is_one_line_before_anything_starts() -> None:
     ]
 
 
-@pytest.mark.parametrize("flags", [["--workers", "0"], ["--worker", "127.0.0.1:1"], ["--max-num-seqs", "0"], ["--x"]])
+@pytest.mark.parametrize(
+    "flags", [["--workers", "0"], ["--worker", "127.0.0.1:1"], ["--max-num-seqs", "0"], ["--dtype", "fp16"], ["--x"]]
+)
 def test_bad_usage(flags: list[str]) -> None:
     command = [sys.executable, "-m", "octavo", "serve", *flags]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=30)

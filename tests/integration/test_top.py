@@ -94,7 +94,7 @@ def test_a_line_of_json_has_the_messages_and_the_speeds(service: Service, capsys
 
 def test_a_server_that_is_not_there_is_said_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--once", "--address", "127.0.0.1:1"]) == 1
-    assert "UNAVAILABLE" in capsys.readouterr().err
+    assert "no server answers at 127.0.0.1:1 (`octavo serve` starts one" in capsys.readouterr().err
 
 
 class FakeControl(pb_grpc.ControlServicer):

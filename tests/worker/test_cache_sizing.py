@@ -47,6 +47,12 @@ def test_what_a_gpu_or_its_host_lacks_is_said():
         on_gpu(available=0.5, host=100)
 
 
+def test_a_cache_that_was_set_too_small_is_said_by_its_option():
+    wanted = r"a block takes 0\.000977 GiB, a sequence of 2048 tokens 0\.125 GiB"
+    with pytest.raises(StartupError, match=f"^--kv-cache-memory 0.0001 is too little: {wanted}$"):
+        sizes(available=21, kv_cache_memory=0.0001)
+
+
 def test_ranks_of_one_host_take_as_much_each():
     config = WorkerConfig(kv_cache_memory=2, swap_space=1)
 

@@ -158,7 +158,10 @@ def test_a_file_that_is_no_safetensors_is_named(folder: Path, content: bytes) ->
 
 def test_no_weights_at_all(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    assert "holds neither model.safetensors nor model.safetensors.index.json" in refusal(folder)
+    neither = f"{folder} holds neither model.safetensors nor model.safetensors.index.json"
+    assert refusal(folder) == neither
+    (folder / "pytorch_model.bin").touch()
+    assert refusal(folder, "safetensors") == f"{neither}; --load-format bin reads its pickles"
 
 
 def test_a_missing_shard_and_a_broken_index_are_named(folder: Path) -> None:

@@ -233,7 +233,10 @@ def test_octavos_own_code_alone_names_what_it_knows(tmp_path: Path) -> None:
 def test_a_folder_without_a_readable_config(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model folder .*nowhere does not exist"):
         ModelConfig.from_folder(tmp_path / "nowhere")
-    with pytest.raises(ModelError, match=r"cannot read .*config.json: No such file"):
+    with pytest.raises(ModelError, match=r"has no config\.json: a model folder has that, a tokenizer and weights$"):
+        ModelConfig.from_folder(tmp_path)
+    (tmp_path / "4-bit.gguf").touch()
+    with pytest.raises(ModelError, match=rf"has no config\.json; name the file: {tmp_path}/4-bit\.gguf$"):
         ModelConfig.from_folder(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config.json is not JSON"):

@@ -344,7 +344,9 @@ def test_corrupt_safetensors(quiet: None, config: WorkerConfig, broken: Path, si
 def test_too_little_memory(quiet: None, config: WorkerConfig) -> None:
     greedy_for_memory = dataclasses.replace(config, max_num_seqs=256, max_model_len=None, swap_space=1e6)
     assert "too little memory" in refusal(greedy_for_memory)
-    assert "too little memory" in refusal(dataclasses.replace(config, kv_cache_memory=1e-9))
+    assert "--kv-cache-memory 1e-09 is too little: a block takes" in refusal(
+        dataclasses.replace(config, kv_cache_memory=1e-9)
+    )
 
 
 def test_model_length_that_no_sequence_reaches(quiet: None, config: WorkerConfig) -> None:

@@ -60,8 +60,14 @@ def size_cache(
         cache_bytes = int(config.kv_cache_memory * GIB)
     else:
         cache_bytes = min(CPU_CACHE_BYTES, int(CPU_CACHE_SHARE * own_bytes)) if is_host else int(own_bytes)
-    most_blocks = limits.max_num_seqs * -(-limits.max_model_len // config.block_size)
+    longest_blocks = -(-limits.max_model_len // config.block_size)
+    most_blocks = limits.max_num_seqs * longest_blocks
     num_blocks = min(cache_bytes // block_bytes, most_blocks)
+    if num_blocks < 1 and config.kv_cache_memory is not None:
+        raise StartupError(
+            f"--kv-cache-memory {config.kv_cache_memory:g} is too little: a block takes {_gib(block_bytes)}, "
+            f"a sequence of {limits.max_model_len} tokens {_gib(longest_blocks * block_bytes)}"
+        )
     if num_blocks < 1:
         raise StartupError(
             f"too little memory for the cache: {_gib(max(cache_bytes, 0))}, a block takes {_gib(block_bytes)}; "

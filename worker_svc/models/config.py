@@ -122,6 +122,10 @@ class ModelConfig:
         folder = Path(folder)
         if not folder.is_dir():
             raise ModelError(f"model folder {folder} does not exist")
+        if not (folder / "config.json").exists():
+            files = " or ".join(map(str, sorted(folder.glob("*.gguf"))))
+            wanted = f"; name the file: {files}" if files else ": a model folder has that, a tokenizer and weights"
+            raise ModelError(f"{folder} has no config.json{wanted}")
         raw = RawConfig.read(folder / "config.json")
         generation = RawConfig.read(folder / "generation_config.json", required=False)
         weights_format = detect_format(raw)

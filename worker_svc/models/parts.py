@@ -167,7 +167,8 @@ def _check(config: ModelConfig, size: int, is_expert_parallel: bool) -> None:
     _check_is_own(config, refused)
     if config.quantization not in ("", "fp8"):
         raise ModelError(
-            f"{refused}: quantization {config.quantization} multiplies whole rows: split layers into stages"
+            f"{refused}: quantization {config.quantization} multiplies whole rows; "
+            "--pipeline-parallel-size divides the layers instead"
         )
     if config.num_kv_heads % size and size % config.num_kv_heads:
         raise ModelError(f"{refused}: {config.num_kv_heads} key/value heads and so many ranks do not divide each other")

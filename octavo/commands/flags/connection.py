@@ -195,11 +195,16 @@ def connect(arguments: argparse.Namespace) -> Iterator[Client]:
         try:
             yield client
         except RequestFailed as error:
-            if "failed to connect" not in error.message.lower():
+            if (why := connection_failure(arguments, error.message)) is None:
                 raise
-            if (why := tls_failure(arguments.address, error.message)) is not None:
-                raise CommandError(why) from None
-            hint = "" if arguments.tls_ca_file else "; where it speaks TLS, --tls-ca-file says whom to trust"
-            raise CommandError(
-                f"no server answers at {arguments.address} (`octavo serve` starts one, --address names another{hint})"
-            ) from None
+            raise CommandError(why) from None
+
+
+def connection_failure(arguments: argparse.Namespace, details: str) -> str | None:
+    """Why there is no connection, and what to do. None: it was something else. `details`: those of the status."""
+    if (why := tls_failure(arguments.address, details)) is not None:
+        return why
+    if "failed to connect" not in details.lower():
+        return None
+    hint = "" if arguments.tls_ca_file else "; where it speaks TLS, --tls-ca-file says whom to trust"
+    return f"no server answers at {arguments.address} (`octavo serve` starts one, --address names another{hint})"

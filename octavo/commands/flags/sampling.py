@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> None:
         "--temperature",
         type=float,
         metavar="X",
-        help=f"0 is greedy, at most 2 (default: {_TEMPERATURE}, with beam search 0)",
+        help=f"0 is greedy, at most 2 (default: {_TEMPERATURE})",
     )
     group.add_argument("--top-p", type=float, default=0.9, metavar="X", help="default: %(default)s")
     for flag, kind, text in _NUMBERS:
@@ -64,7 +64,9 @@ def add_several_outputs(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("several outputs")
     group.add_argument("--n", type=int, metavar="N", help="number of outputs")
     group.add_argument("--best-of", type=int, metavar="N", help="the best of so many; with beam search the beam width")
-    group.add_argument("--use-beam-search", action="store_true", help="search for the likeliest texts, best first")
+    group.add_argument(
+        "--use-beam-search", action="store_true", help="search for the likeliest texts, best first, with temperature 0"
+    )
     group.add_argument("--length-penalty", type=float, metavar="X", help="beam search: above 0 prefers longer outputs")
     group.add_argument(
         "--early-stopping",

@@ -74,7 +74,9 @@ def checkpoint_paths(folder: Path, load_format: str) -> list[Path]:
         return [single]
     if not index.exists():
         others = ", ".join(sorted(path.name for path in folder.glob(f"*{single.suffix}")))
-        raise ModelError(f"{folder} holds neither {single.name} nor {index.name}{others and f', but {others}'}")
+        has_pickles = load_format != "bin" and any(folder.glob("pytorch_model*.bin*"))
+        hint = "; --load-format bin reads its pickles" if has_pickles else ""
+        raise ModelError(f"{folder} holds neither {single.name} nor {index.name}{others and f', but {others}'}{hint}")
     paths = [folder / name for name in sorted(set(_weight_map(index).values()))]
     for path in paths:
         if not path.is_file():
