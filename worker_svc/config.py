@@ -121,7 +121,7 @@ class WorkerConfig:
     )
 
     num_threads: int = option(
-        0, "threads that compute, of each rank; 0: one a core, at most OMP_NUM_THREADS", group=COMPUTE
+        0, "threads that compute, of each rank; 0: one a core of its share, at most OMP_NUM_THREADS", group=COMPUTE
     )
     batch_invariant: bool = option(
         False,

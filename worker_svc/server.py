@@ -244,8 +244,9 @@ def load(config: WorkerConfig, group: ParallelGroup | None = None) -> tuple[Mode
         if of_cache is not None and of_cache.itemsize == 1:
             scales = find_scales(folder, model_config, config.load_format, config.kv_cache_scales)
             model_config = dataclasses.replace(model_config, cache_scales=scales)
-        # Before the ranks have met: none has begun to load, so that each sees what all of this machine have together.
-        free_bytes = available_bytes() // local_size
+        # Before `check_alike`, where ranks wait for each other: none loads yet, so each sees what all of this machine
+        # have together. Those that share layers take equal parts; stages differ, and none knows what another needs.
+        free_bytes = available_bytes() // max(local_size // config.pipeline_parallel_size, 1)
         if group is not None:
             group.check_alike(model_config.model_hash, _shared_settings(config, model_config))
         part = _part(model_config, config, group)

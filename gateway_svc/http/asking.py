@@ -78,7 +78,8 @@ async def get_model(service: Service, request: Request, body: Any, metadata: Met
             found: Mapping[str, Any] = model
             return found
     names = [repr(model["id"]) for model in models if model["parent"] is None]  # adapters may be many
-    served = f"; {' and '.join(names)} {'is' if len(names) == 1 else 'are'}" if names else ""
+    *others, last = names or [""]
+    served = f"; {', '.join(others)} and {last} are" if others else f"; {last} is" if last else ""
     what = f"model {name[:256]!r} is not served here{served}"
     raise HttpError(404, what, type=NOT_FOUND, param="model", code="model_not_found")
 

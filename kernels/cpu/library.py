@@ -152,13 +152,16 @@ def _loaded(level: str) -> ctypes.CDLL:
     path = _path_of(level)
     if os.environ.get(_LIBRARY):
         return ctypes.CDLL(str(path))
-    with contextlib.suppress(OSError):
+    try:
         return ctypes.CDLL(str(path))
+    except OSError as error:
+        _log.warning("CPU kernels cannot be loaded: %s", error)
     own = _own_folder() / build.file_name(level)
     if own != path:
         with contextlib.suppress(OSError):  # as it also is where there is none
             return ctypes.CDLL(str(own))
-    own.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        own.unlink()
     return ctypes.CDLL(str(build.library_of(level, own.parent, _log.warning)))
 
 
@@ -189,12 +192,13 @@ def _own_folder() -> Path:
 
     What lies in it is run as code: where others may write to it, a folder of this process alone.
     """
-    given, of_user = os.environ.get("OCTAVO_CACHE"), os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(given or Path(of_user) / "octavo") / "-".join(["kernels", *filter(None, platform.libc_ver())])
+    given = os.environ.get("OCTAVO_CACHE")
     try:
+        of_user = given or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo"
+        folder = Path(of_user) / "-".join(["kernels", *filter(None, platform.libc_ver())])
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         status = folder.stat()
-    except OSError:  # there is no home, or none that can be written to
+    except (OSError, RuntimeError):  # there is no home, or none that can be written to
         return Path(tempfile.mkdtemp(prefix="octavo-kernels-"))
     is_own = status.st_uid == os.getuid() and not status.st_mode & 0o022
     return folder if is_own else Path(tempfile.mkdtemp(prefix="octavo-kernels-"))

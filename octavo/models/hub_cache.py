@@ -60,8 +60,8 @@ def hub_name_of(text: str) -> HubName | None:
 
 
 def served_name(text: str, path: Path) -> str:
-    """The clients' name for the model that was named `text` and lies at `path`: that of its folder or GGUF file, which
-    in the hub's cache says nothing."""
+    """The clients' name for the model that was named `text` and lies at `path`: its folder's, links followed, or its
+    GGUF file's in lower case. In the hub's cache, where folders are called by commits: OWNER/NAME, or `text`."""
     if "snapshots" not in path.parts:
         return path.resolve().name if path.is_dir() else path.stem.lower()
     found = HubName.parse(text)

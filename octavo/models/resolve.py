@@ -31,14 +31,17 @@ def resolve_model(name_or_dir: str | Path, download_dir: str | Path | None = Non
         return folder
     # What looks like a path was meant as one; looking a path up as a name would only give a puzzling message.
     is_file = name.endswith(".gguf") and ":" not in name  # OWNER/NAME:FILE.gguf is on the hub
-    if is_file or folder.is_absolute() or name.startswith(("./", "../", "~")):
-        raise ModelNotFound(f"there is no {'file' if is_file else 'model folder'} {folder}")
+    missing = f"there is no {'file' if is_file else 'model folder'} {folder}"
+    if folder.is_absolute() or name.startswith(("./", "../", "~")):
+        raise ModelNotFound(missing)
     for parent in dict.fromkeys((models_dir(download_dir), models_dir())):
         if (parent / name / "config.json").is_file():
             return parent / name
     hub_name = hub_name_of(name)
     if hub_name and (found := find(hub_name, load_format, download_dir)):
         return found
+    if is_file:
+        raise ModelNotFound(missing)
     if hub_name:
         raise ModelNotFound(f"model {name!r} is not here: run `octavo model fetch {name}` first")
     raise ModelNotFound(

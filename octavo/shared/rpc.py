@@ -50,7 +50,7 @@ _PINGED = {
 }
 MAX_WORKER_CONNECTIONS = 256
 # Of one step: 8 bytes for each logprob, with --max-logprobs -1 of the whole vocabulary. 256 samples of 262,144 tokens
-# are half of this. To lose a worker over it would lose every request that it has.
+# are half of this. A larger answer loses the worker, and every request that it has.
 MAX_ANSWER_BYTES = 1 << 30
 WORKER_CHANNEL_OPTIONS = tuple(
     {**dict(CHANNEL_OPTIONS), **_PINGED, "grpc.max_receive_message_length": MAX_ANSWER_BYTES}.items()

@@ -452,7 +452,9 @@ def test_the_hub_is_used_where_it_answers_at_the_pinned_revision(hub: FakeHub, c
     hub.close()
     assert fetch(NAME, report=quiet) == folder and not (cache / "models" / NAME).exists()
     assert served_name(NAME, folder) == NAME and served_name("a/b@v1", folder) == "a/b"
-    assert served_name("./there", cache / "models" / NAME) == NAME
+    (there := cache / "Real-0.5B").mkdir(parents=True)
+    (cache / "link").symlink_to(there)
+    assert served_name("./there", there) == served_name("./link", cache / "link") == "Real-0.5B"
     assert served_name("4-Bit.gguf", Path("4-Bit.gguf")) == "4-bit"
 
 

@@ -223,6 +223,21 @@ def test_machines_that_share_a_home_have_a_library_for_each_c_library(
     assert [path.parent.name for path in theirs] == ["kernels-glibc-2.36", "kernels-glibc-2.31"]
 
 
+def test_a_user_without_a_home_gets_a_folder_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("OCTAVO_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    library_module._own_folder.cache_clear()
+    try:
+        assert library_module._own_folder().parent == tmp_path
+    finally:
+        library_module._own_folder.cache_clear()
+
+
 def test_a_damaged_library_in_the_users_cache_is_compiled_again(shared_home: list[Path]) -> None:
     level = library_module.library().level
     path = library_module._own_folder() / build.file_name(level)

@@ -8,6 +8,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.worker.families import make_family
 from tests.worker.gguf_files import write_gguf
@@ -67,6 +68,15 @@ def test_quantised_weights_that_are_kept_count_as_read(is_tied: bool, tmp_path: 
         load(folder, quantization)
     size = (folder / "model.safetensors").stat().st_size
     assert all(0.9 * size < bar.total_bytes < size for bar in bars) and len(bars) == 3
+
+
+def test_a_head_that_a_tied_model_does_not_read_does_not_count(tmp_path: Path, bars: list[Bar]) -> None:
+    folder = make_family("qwen2", tmp_path / "model", tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    load(folder)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, folder / "model.safetensors")
+    load(folder)
+    assert len(bars) == 2 and bars[0].total_bytes == bars[1].total_bytes
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0"])

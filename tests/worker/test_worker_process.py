@@ -123,10 +123,11 @@ def test_what_is_loaded_and_what_computes_it_is_said_before_weights_are_read(
             load(config)
         wait_until_kept()
         computing, loading = said_before.pop()
-        assert computing["event"] == "computing" and computing["dtype"] == "float32"
+        assert computing["event"].startswith("computing") and computing["dtype"] == "float32"
         line = {"event": "loading weights", "log_level": "info", "model": "tiny", "load_format": "auto", "gib": gib}
         assert loading == line | expected
-        assert [line["event"] for line in lines].count("computing") == 1 and lines[-1]["event"] == "weights loaded"
+        events = [line["event"] for line in lines]
+        assert sum(event.startswith("computing") for event in events) == 1 and events.count("weights loaded") == 1
 
 
 class RankOfTwo:
@@ -147,6 +148,7 @@ class RankOfTwo:
 def test_ranks_of_one_machine_divide_the_memory_that_was_free_before_any_loads(
     config: WorkerConfig, shares: float, is_enough: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    config = dataclasses.replace(config, device="cpu", num_threads=torch.get_num_threads())
     needed_bytes = 10_000_000
     monkeypatch.setattr("worker_svc.models.loader._peak_bytes", lambda *_: needed_bytes)
     memory = [int(shares * needed_bytes)]

@@ -123,7 +123,8 @@ class ModelConfig:
         if not folder.is_dir():
             raise ModelError(f"model folder {folder} does not exist")
         if not (folder / "config.json").exists():
-            files = " or ".join(map(str, sorted(folder.glob("*.gguf"))))
+            found = [str(path) for path in sorted(folder.glob("*.gguf"))]
+            files = " or ".join(found[:3]) + (f" or one of {len(found) - 3} more" if found[3:] else "")
             wanted = f"; name the file: {files}" if files else ": a model folder has that, a tokenizer and weights"
             raise ModelError(f"{folder} has no config.json{wanted}")
         raw = RawConfig.read(folder / "config.json")

@@ -35,7 +35,7 @@ class Head:
             self._project_out = take_linear(weights, [base + names.project_out], [width], hidden)
         is_tied = config.tie_word_embeddings and not weights.format_of(f"{names.head}.weight")
         if is_tied:
-            weights.ignore(f"{names.head}.weight")
+            weights.ignore_all(f"{names.head}.weight")  # not read, and not counted as to be read
         table = base + names.embedding if is_tied else names.head
         # A tied table of few bits is multiplied as it is stored, whatever the embedding has of it.
         if is_tied and not weights.format_of(f"{table}.weight"):

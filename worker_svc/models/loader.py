@@ -224,7 +224,8 @@ def _of_part(part: ModelPart, tensors: Tensors) -> Tensors:
 
 def _peak_bytes(part: ModelPart, tensors: Tensors, weights: CheckpointWeights) -> int:
     """What a part takes of a checkpoint on a CPU while it is loaded: all that stays, and beside it the largest weight
-    as it is read. Numbers that may turn out to need fewer bits count as they are read."""
+    as it is read. Numbers that may turn out to need fewer bits count as they are read, and
+    products as if none were kept of an earlier start."""
     config, total, largest = part.whole, 0.0, 0.0
     table, head, is_tied = _ends(config, tensors)
     keeps = weights.store.keeps if isinstance(weights.store, QuantizedStore) else None

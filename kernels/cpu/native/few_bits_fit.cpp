@@ -1,5 +1,5 @@
-// Whether a weight of floating-point numbers is one of few bits (kernels/cpu/products/few_bits_fit.py), found from its numbers alone,
-// and its packed form.
+// Whether a weight of floating-point numbers is one of few bits (kernels/cpu/products/few_bits_fit.py), found from its
+// numbers alone, and its packed form.
 //
 // Of a group of 32 inputs the scale is a distance between numbers over the integers between them: which ones is tried,
 // what fitted last first, and a guess counts only when every number of the group comes out of it with the same 32 bits,

@@ -195,7 +195,8 @@ def connect(arguments: argparse.Namespace) -> Iterator[Client]:
         try:
             yield client
         except RequestFailed as error:
-            if (why := connection_failure(arguments, error.message)) is None:
+            refused = "failed to connect" in error.message.lower()  # and it is not the server that says something
+            if not refused or (why := connection_failure(arguments, error.message)) is None:
                 raise
             raise CommandError(why) from None
 

@@ -148,7 +148,8 @@ def _gguf(path: Path) -> Iterator[tuple[str, StoredTensor]]:
     from octavo.models.errors import GGUFError
     from octavo.models.gguf_convert import read_tensors
 
-    path = path.resolve()  # errors name the file, not the link to it that `model_folder` removes
+    if path.is_symlink() and (target := path.readlink()).is_absolute():
+        path = target  # errors name the file, not the link to it that `model_folder` removes
     try:
         pending = list(read_tensors(path))
     except GGUFError as error:

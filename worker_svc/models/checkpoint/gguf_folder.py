@@ -29,5 +29,5 @@ def model_folder(path: Path) -> Iterator[Path]:
             write_description(path, folder)
         except GGUFError as error:
             raise ModelError(f"{path}: {error}") from None
-        (folder / path.name).symlink_to(path.resolve())
+        (folder / path.name).symlink_to(path.absolute())
         yield folder

@@ -237,8 +237,8 @@ class CheckpointWeights:
         self._leave(name)
 
     def _leave(self, name: str) -> StoredTensor | None:
-        """The tensor, which is not left any more; None where it is not. It counts as done with all that the file has of
-        it: parts of it that other ranks read, and what was kept of an earlier start, take no time here."""
+        """The tensor, which is not left any more; None where it is not. It counts as done, before it is read, with
+        all that the file has of it, whatever of it is read here."""
         tensor = self._left.pop(name, None)
         if tensor is not None:
             self._progress.add(tensor.num_bytes)
