@@ -551,6 +551,12 @@ def test_names_and_folders_resolve(cache: Path, tmp_path: Path) -> None:
     for file in (tmp_path / "y.gguf", "y.gguf"):
         with pytest.raises(ModelNotFound, match=r"there is no file .*y\.gguf$"):
             resolve_model(file)
+    home = tmp_path / "hub" / "models--o--m.gguf"  # a repository whose name ends as a file's
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text("1" * 40)
+    (home / "snapshots" / ("1" * 40)).mkdir(parents=True)
+    (home / "snapshots" / ("1" * 40) / "z.gguf").touch()
+    assert resolve_model("o/m.gguf", load_format="gguf") == home / "snapshots" / ("1" * 40) / "z.gguf"
     here = tmp_path / "elsewhere" / "mine"
     here.mkdir(parents=True)
     (here / "config.json").write_text("{}")
