@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -77,6 +78,8 @@ def test_products_have_the_bits_of_those_with_the_dequantised_weight(name: str, 
     for num_threads, rows in ((1, 67), (2, 67), *((1, rows) for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 17))):
         torch.set_num_threads(num_threads)
         assert torch.equal(run(product, x[:rows]), of_floats(weight, bias, x[:rows])), rows
+    if "KERNELS_CPU_LIBRARY" in os.environ:  # as `make sanitize` names one: no level is another then
+        return
     rounded = x[:9].bfloat16()
     with at_level(WITHOUT_PAIRS):
         assert torch.equal(run(product, rounded), of_floats(weight, bias, rounded))
