@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.shared.command_line import Parser
+from octavo.shared.command_line import Parser, listed
 from octavo.shared.options import (
     COMMON,
     LOGGING,
@@ -258,3 +258,7 @@ def test_a_position_stands_for_its_option(argv: list[str]) -> None:
     assert from_namespace(Grouped, parser.parse_args([]), {"OCTAVO_NAME": "y"}).name == "y"
     with pytest.raises(OptionError, match="the name is given twice"):
         from_namespace(Grouped, parser.parse_args([*argv, "--name", "z"] if "--name" not in argv else [*argv, "z"]), {})
+
+
+def test_names_are_listed_as_a_sentence_has_them() -> None:
+    assert [listed("a"), listed("ab"), listed("abc")] == ["'a' is", "'a' and 'b' are", "'a', 'b' and 'c' are"]

@@ -21,6 +21,7 @@ from gateway_svc.requests.tokens import read_detokenize, read_tokenize
 from gateway_svc.upstream.statuses import http_error
 from octavo.client import Metadata
 from octavo.errors import RequestFailed
+from octavo.shared.command_line import listed
 from protos import inference_pb2 as pb
 
 Asking = Callable[[Service, Request, Any, Metadata], Awaitable[Mapping[str, Any]]]
@@ -77,10 +78,8 @@ async def get_model(service: Service, request: Request, body: Any, metadata: Met
         if name in (model["id"], f"{model['id']}@{model['fingerprint']}"):
             found: Mapping[str, Any] = model
             return found
-    names = [repr(model["id"]) for model in models if model["parent"] is None]  # adapters may be many
-    *others, last = names or [""]
-    served = f"; {', '.join(others)} and {last} are" if others else f"; {last} is" if last else ""
-    what = f"model {name[:256]!r} is not served here{served}"
+    names = [model["id"] for model in models if model["parent"] is None]  # adapters may be many
+    what = f"model {name[:256]!r} is not served here{f'; {listed(names)}' if names else ''}"
     raise HttpError(404, what, type=NOT_FOUND, param="model", code="model_not_found")
 
 

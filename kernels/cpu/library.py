@@ -150,11 +150,11 @@ def _loaded(level: str) -> ctypes.CDLL:
     """The first of a level's files that can be loaded. One may be made for a newer C library than this machine has, as
     a wheel's may be, or damaged: where none is left it is compiled into the user's cache."""
     path = _path_of(level)
-    if os.environ.get(_LIBRARY):
-        return ctypes.CDLL(str(path))
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
+        if os.environ.get(_LIBRARY):
+            raise
         _log.warning("CPU kernels cannot be loaded: %s", error)
     own = _own_folder() / build.file_name(level)
     if own != path:

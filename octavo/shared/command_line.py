@@ -69,6 +69,12 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return super()._format_action_invocation(action)
 
 
+def listed(names: Iterable[str]) -> str:
+    """`'a', 'b' and 'c' are`, or `'a' is`; of one name at least."""
+    *others, last = map(repr, names)
+    return f"{', '.join(others)} and {last} are" if others else f"{last} is"
+
+
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """`; did you mean X?` for the nearest of `names`, or nothing where none is near."""
     import difflib  # imported only after a mistake

@@ -7,9 +7,9 @@ they have. `NAME@FINGERPRINT`, of which the first digits are enough, names a rev
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from octavo.shared.command_line import listed
 from scheduler_svc.errors import NotReady, UnknownName
 from scheduler_svc.models.served_model import ServedModel
 from scheduler_svc.text.tokenizer import Tokenizer
@@ -152,7 +152,7 @@ class ServedModels:
         if len(found) != 1:
             wanted = name.rpartition("@")[0]
             revisions = [f"{wanted}@{each.model.fingerprint[:SHOWN_DIGITS]}" for each in self._revisions(wanted)]
-            raise UnknownName(f"model {name[:MAX_SHOWN]!r} is not served here; {_listed(revisions or self.names)}")
+            raise UnknownName(f"model {name[:MAX_SHOWN]!r} is not served here; {listed(revisions or self.names)}")
         return found[0]
 
     def _revisions(self, name: str) -> list[KnownModel]:
@@ -162,8 +162,3 @@ class ServedModels:
 def _is_revision(name: str, model: ServedModel | AwaitedModel) -> bool:
     wanted, _, digits = name.rpartition("@")
     return wanted == model.name and len(digits) >= MIN_DIGITS and model.fingerprint.startswith(digits)
-
-
-def _listed(names: Iterable[str]) -> str:
-    *others, last = map(repr, names)
-    return f"{', '.join(others)} and {last} are" if others else f"{last} is"
