@@ -556,11 +556,42 @@ def test_a_head_without_end_is_refused(shared: Gateway) -> None:
 
 def _send_headers(line: Any) -> None:
     try:
-        for _ in range(300):
+        for _ in range(3000):  # more than one reading at once, however late the server is
             line.sendall(b"x-a: " + b"a" * 1000 + b"\r\n")
             time.sleep(0.001)
     except OSError:
         pass
+
+
+CHUNKED = b"host: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def test_trailers_without_end_are_refused(fake: Any, shared: Gateway) -> None:
+    with shared.connect() as line:
+        line.sendall(b"POST /v1/completions HTTP/1.1\r\n" + CHUNKED + b"1\r\n{\r\n0\r\n")
+        sent = threading.Thread(target=_send_headers, args=(line,), daemon=True)
+        sent.start()
+        answer = line.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 400 ") and b"trailers" in answer
+
+
+def test_a_body_in_pieces_of_a_byte_is_taken(fake: Any, shared: Gateway) -> None:
+    body = json.dumps({**GREEDY, "prompt": "a" * 20_000}).encode()
+    chunks = b"".join(b"0001;a=b\r\n%c\r\n" % byte for byte in body)
+    with shared.connect() as line:
+        line.sendall(b"POST /v1/completions HTTP/1.1\r\nconnection: close\r\n" + CHUNKED + chunks + b"0\r\n\r\n")
+        answer = line.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 200 ") and len(fake.requests[0].prompt) == 20_000
+
+
+def test_trailers_are_no_part_of_the_head(fake: Any, shared: Gateway) -> None:
+    body = json.dumps(GREEDY).encode()
+    chunks = b"%x\r\n%b\r\n0\r\n" % (len(body), body)
+    with shared.connect() as line:
+        head = b"POST /v1/completions HTTP/1.1\r\nconnection: close\r\n" + CHUNKED
+        line.sendall(head + chunks + b"authorization: Bearer of-a-trailer\r\n\r\n")  # at once, before anybody reads any
+        assert line.makefile("rb").read().startswith(b"HTTP/1.1 200 ")
+    assert "authorization" not in fake.metadata[0]
 
 
 async def test_many_streams_at_once(fake: Any, shared: Gateway) -> None:
