@@ -191,22 +191,33 @@ def test_a_whole_answer_survives_it_too(fake: Any, shared: Gateway) -> None:
     assert shared.post(COMPLETIONS, GREEDY)[1]["choices"][0]["text"] == text()
 
 
-def test_a_scheduler_that_comes_late_is_waited_for() -> None:
+@pytest.mark.parametrize("named", [{}, {"model": "fake"}], ids=["no-model", "model"])
+def test_a_scheduler_that_comes_late_is_waited_for(named: dict[str, str]) -> None:
+    """Also by the question what a name is that no scheduler has told yet."""
     with FakeServer() as there:
         port = there.port
     has_tried = threading.Event()
     policy = RetryPolicy(window_s=15.0, first_delay_s=0.01, on_wait=lambda _: has_tried.set())
     with gateway(f"127.0.0.1:{port}", policy) as early, ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(early.post, COMPLETIONS, GREEDY)
+        answer = pool.submit(early.post, COMPLETIONS, {**GREEDY, **named})
         assert has_tried.wait(15)
         with FakeServer(port):
             assert answer.result(15)[1]["choices"][0]["text"] == text()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_that_is_lost_while_an_echo_is_made_is_waited_for(fake: Any, shared: Gateway, stream: bool) -> None:
+    fake.num_lost_texts = 2
+    asked = {**GREEDY, "prompt": [104, 105], "echo": True, "stream": stream}
+    status, _, answer = shared.ask("POST", COMPLETIONS, asked)
+    assert (status, fake.num_lost_texts) == (200, 0) and '"text":"hi' in answer
+
+
 def test_one_that_does_not_come_is_an_error_in_time() -> None:
     with gateway("127.0.0.1:1", RetryPolicy(window_s=0.0)) as alone:
-        status, headers, body = alone.ask("POST", COMPLETIONS, GREEDY)
-        assert (status, headers["retry-after"], json.loads(body)["error"]["code"]) == (503, "1", "unavailable")
+        for asked in (GREEDY, {**GREEDY, "model": "fake"}):
+            status, headers, body = alone.ask("POST", COMPLETIONS, asked)
+            assert (status, headers["retry-after"], json.loads(body)["error"]["code"]) == (503, "1", "unavailable")
         assert alone.ask("GET", "/health")[0] == 503
 
 
