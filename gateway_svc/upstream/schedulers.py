@@ -48,6 +48,7 @@ class Schedulers:
         self._clients: list[AsyncClient] = []
         self._num_streams: list[int] = []  # by client
         self._model_names: set[str] = set()  # as they were last asked for
+        self._asking: set[asyncio.Task[Any]] = set()  # calls that somebody waits for, or has waited for
 
     def metadata(self, headers: Iterable[tuple[bytes, bytes]]) -> Metadata:
         """Of a call with these headers, as ASGI has them. What is no text of ASCII stays behind: gRPC takes none."""
@@ -160,10 +161,21 @@ class Schedulers:
             await client.close()
 
     async def _call(self, method: str, request: Any, metadata: Metadata, *, of_control: bool = False) -> Any:
+        """To its end, whoever has left: a scheduler cuts a connection on which many calls are given up at once."""
         client = self._clients[self._place()]
-        return await client.call(
-            lambda at: getattr(at.control if of_control else at.inference, method), request, metadata=metadata
-        )
+
+        def method_of(at: Any) -> Any:
+            return getattr(at.control if of_control else at.inference, method)
+
+        asking = asyncio.create_task(client.call(method_of, request, metadata=metadata))
+        self._asking.add(asking)
+        asking.add_done_callback(self._asked)
+        return await asyncio.shield(asking)
+
+    def _asked(self, asking: asyncio.Task[Any]) -> None:
+        self._asking.discard(asking)
+        if not asking.cancelled():
+            asking.exception()  # is told to nobody where nobody waits for it any more
 
     def _place(self) -> int:
         """The first connection with room, or one more."""

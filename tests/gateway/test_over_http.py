@@ -19,6 +19,7 @@ from google.rpc import error_details_pb2, status_pb2
 from openai import AsyncOpenAI, OpenAI
 from openai.types import Completion
 
+from octavo.calls import lingering_call
 from octavo.cli import main
 from octavo.retrying import RetryPolicy
 from octavo.shared.connections import allow_open_files
@@ -477,6 +478,29 @@ def request(body: Any, path: str = COMPLETIONS) -> bytes:
         f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
     )
     return head.encode() + content
+
+
+def test_an_answer_that_would_come_whole_is_given_up_a_while_after_it_began(
+    fake: Any, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler cuts a connection on which many calls are given up at once, and others' streams go over it."""
+    monkeypatch.setattr(lingering_call, "LEAST_S", 3600.0)
+    usage = pb.GenerateResponse(admission=pb.Admission(num_prompt_tokens=1), usage=pb.Usage(), model="fake")
+
+    def answer(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        while request.prompt == "left" and context.is_active():
+            time.sleep(0.01)
+        yield usage
+
+    fake.answer = answer
+    with gateway(server.address) as running:
+        with running.connect() as line:
+            line.sendall(request({**GREEDY, "prompt": "left"}))
+            wait_until(lambda: fake.requests)
+        wait_until(lambda: 'path="/v1/completions",status="499"' in running.metrics()[2])
+        assert running.post(COMPLETIONS, GREEDY)[0] == 200  # over the same connection, and so after what ended the call
+        assert not fake.cancelled.is_set()
+    assert fake.cancelled.wait(60)
 
 
 def test_one_that_goes_with_requests_behind_it_too(fake: Any, shared: Gateway) -> None:
