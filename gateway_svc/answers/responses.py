@@ -58,7 +58,7 @@ class ResponseAnswer:
         if not (delta.text or delta.logprobs):
             return b""
         self._text.append(delta.text)
-        entries = chat_entries(delta.logprobs) if delta.logprobs else "[]"
+        entries = "".join(chat_entries(delta.logprobs)) if delta.logprobs else "[]"
         if delta.logprobs:
             self._logprobs.append(entries[1:-1])
         data = f'{self._where()},"delta":{quoted(delta.text)},"logprobs":{entries}'
@@ -95,8 +95,15 @@ class ResponseAnswer:
         self._model = found.model
         delta = found.outputs[0]
         status = _status(delta.finish_reason)
-        part = _part_json(delta.text, chat_entries(delta.logprobs), self._asked.num_top)
-        yield self._response_json(status, self._item_json(status, part), found.usage)
+        part = _part_json(delta.text, "[]", self._asked.num_top)
+        response = self._response_json(status, self._item_json(status, part), found.usage)
+        if self._asked.num_top is None:
+            yield response
+            return
+        end = "[]}]}]}"  # of logprobs, part, item and response: each of them is last in the next
+        yield response.removesuffix(end)
+        yield from chat_entries(delta.logprobs)
+        yield end.removeprefix("[]")
 
     def _event(self, kind: str, data: str) -> bytes:
         number = self._number

@@ -10,9 +10,11 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 
+from gateway_svc.answers.answer import Answer
 from gateway_svc.answers.chat import ChatAnswer
 from gateway_svc.answers.completions import CompletionAnswer
 from gateway_svc.answers.gathered import Gathered
+from gateway_svc.answers.json_text import text_of
 from gateway_svc.answers.responses import ResponseAnswer
 from gateway_svc.errors import HttpError
 from gateway_svc.requests.asked import Asked
@@ -162,6 +164,29 @@ def test_a_scored_prompt_shows_no_output() -> None:
     found = whole(answer, [response, USAGE])
     assert found["choices"][0]["text"] == "ab" and found["choices"][0]["logprobs"]["tokens"] == ["a", "b"]
     assert found["usage"]["completion_tokens"] == 0
+
+
+LONG_ANSWERS: dict[str, Answer] = {
+    "chat": ChatAnswer(asked(num_top=2, returns_prompt_logprobs=True)),
+    "echo": CompletionAnswer(asked(num_top=2, echoes=True)),
+    "completion": CompletionAnswer(asked(num_top=2, returns_prompt_logprobs=True)),
+    "response": ResponseAnswer(asked(num_top=2, settings={"text": {"format": {"type": "text"}}})),
+}
+
+
+@pytest.mark.parametrize("kind", LONG_ANSWERS)
+def test_a_long_answer_is_made_in_short_parts(kind: str) -> None:
+    """Others have their turn between two of them."""
+    answer, count = LONG_ANSWERS[kind], 20_000
+    if isinstance(answer, CompletionAnswer):
+        answer.learn_prompts(["ab"], ["a"])
+    entries = [of(logprob("b"), logprob("c", -3.0, 9))] * count
+    output, gathered = delta("x", finish=pb.FINISH_REASON_LENGTH, logprobs=entries), Gathered()
+    response = pb.GenerateResponse(prompt_logprobs=[pb.TokenLogprobs(), *entries], outputs=[output])
+    for each in (ADMISSION, response, USAGE):
+        gathered.take(each)
+    parts = list(answer.whole([gathered]))
+    assert max(map(len, parts)) < 2_000 and text_of(json.loads("".join(parts))).count('"b"') >= count
 
 
 def test_a_whole_completion() -> None:
