@@ -79,7 +79,7 @@ class CompletionAnswer:
             yield "null"
         else:
             shown = [*(of_prompt if asked.echoes else ()), *(delta.logprobs if asked.shows_output else ())]
-            yield from self._logprobs_of(prompt, index).part(shown, self._first_token(prompt))
+            yield from self._logprobs_of(prompt, index).part(shown, text, self._first_token(prompt))
         finish = quoted(FINISH_REASONS[reason]) if reason else "null"
         yield f',"finish_reason":{finish}{self._extras(prompt, index, delta)}'
         if asked.returns_prompt_logprobs:

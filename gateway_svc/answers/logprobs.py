@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from gateway_svc.answers.json_text import array, logprob, quoted
+from gateway_svc.answers.text_places import TextPlaces
 from protos import inference_pb2 as pb
 
 _NOT_TEXT = "\N{REPLACEMENT CHARACTER}"  # where a token is a part of a character
@@ -35,17 +36,23 @@ def name_of(entry: pb.Logprob, as_ids: bool) -> str:
 
 
 class CompletionLogprobs:
-    """Of one output of a completion, whose offsets go on from one part to the next.
+    """Of one output of a completion, whose offsets go on from one part to the next."""
 
-    Args:
-        offset: characters before the first token.
-    """
+    def __init__(self, as_ids: bool = False) -> None:
+        self._as_ids, self._places = as_ids, TextPlaces()
 
-    def __init__(self, as_ids: bool = False, offset: int = 0) -> None:
-        self._as_ids, self._offset = as_ids, offset
+    def part(self, entries: Sequence[pb.TokenLogprobs], text: str, first_text: str = "") -> Iterator[str]:
+        """Four lists, an entry a token. A prompt's first token has no probability.
 
-    def part(self, entries: Sequence[pb.TokenLogprobs], first_text: str = "") -> Iterator[str]:
-        """Four lists, an entry a token. `first_text`: of a prompt's first token, which has no probability."""
+        Args:
+            text: what this part shows.
+            first_text: of the prompt's first token.
+        """
+
+        def place(entry: pb.TokenLogprobs) -> str:
+            return str(self._places.next(entry.token.text if entry.HasField("token") else first_text))
+
+        self._places.add(text)
         yield '{"tokens":'
         yield from array(entries, lambda entry: quoted(self._name(entry, first_text)))
         yield ',"token_logprobs":'
@@ -53,23 +60,19 @@ class CompletionLogprobs:
         yield ',"top_logprobs":'
         yield from array(entries, lambda entry: self._top(entry) if entry.HasField("token") else "null")
         yield ',"text_offset":'
-        yield from array(entries, lambda entry: str(self._place(entry, first_text)))
+        yield from array(entries, place)
         yield "}"
 
     def _name(self, entry: pb.TokenLogprobs, first_text: str) -> str:
         return name_of(entry.token, self._as_ids) if entry.HasField("token") else first_text
 
     def _top(self, entry: pb.TokenLogprobs) -> str:
-        """The most likely tokens, and the one that was drawn; of two with one text the likelier."""
+        """The most likely tokens, and the one that was drawn; of others with one text the likeliest."""
         found: dict[str, float] = {}
-        for each in (*entry.top, entry.token):
+        for each in entry.top:
             found.setdefault(name_of(each, self._as_ids), each.logprob)
+        found[name_of(entry.token, self._as_ids)] = entry.token.logprob
         return "{" + ",".join(f"{quoted(name)}:{logprob(value)}" for name, value in found.items()) + "}"
-
-    def _place(self, entry: pb.TokenLogprobs, first_text: str) -> int:
-        place = self._offset
-        self._offset += len(entry.token.text if entry.HasField("token") else first_text)
-        return place
 
 
 def prompt_entries(entries: Iterable[pb.TokenLogprobs]) -> Iterator[str]:

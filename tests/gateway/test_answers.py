@@ -156,6 +156,26 @@ def test_logprobs_of_a_completion_with_its_prompt() -> None:
     assert joined == expected
 
 
+def test_offsets_are_places_in_the_text_that_is_shown() -> None:
+    """A BOS that the tokenizer adds does not stand there, nor the space that some decoders take off a single token."""
+    entries = [pb.TokenLogprobs(), of(logprob("The")), of(logprob("sea"))]
+    drawn = delta(" is", finish=pb.FINISH_REASON_LENGTH, logprobs=[of(logprob("is"))])
+    responses = [pb.GenerateResponse(prompt_logprobs=entries, outputs=[drawn]), USAGE]
+    for show in (whole, lambda answer, responses: streamed(answer, responses)[0]):
+        answer = CompletionAnswer(asked(num_top=0, echoes=True))
+        answer.learn_prompts(["The sea"], ["<s>"])
+        choice = show(answer, responses)["choices"][0]
+        assert (choice["text"], choice["logprobs"]["text_offset"]) == ("The sea is", [0, 0, 3, 7])
+        assert choice["logprobs"]["tokens"] == ["<s>", "The", "sea", "is"]
+
+
+def test_the_drawn_token_has_its_own_logprob_though_a_likelier_one_has_its_text() -> None:
+    entry = pb.TokenLogprobs(token=logprob("a", -3.0, 7), top=[logprob("a", -0.5, 4), logprob("b", -2.0, 5)])
+    responses = messages(delta("a", finish=pb.FINISH_REASON_LENGTH, logprobs=[entry]))
+    found = whole(CompletionAnswer(asked(num_top=2)), responses)["choices"][0]["logprobs"]
+    assert (found["token_logprobs"], found["top_logprobs"]) == ([-3.0], [{"a": -3.0, "b": -2.0}])
+
+
 def test_a_scored_prompt_shows_no_output() -> None:
     answer = CompletionAnswer(asked(num_top=0, echoes=True, shows_output=False))
     answer.learn_prompts(["ab"], ["a"])
