@@ -88,10 +88,10 @@ class CompletionAnswer:
         yield "}"
 
     def _extras(self, prompt: int, index: int, delta: pb.OutputDelta) -> str:
-        reason = stop_reason(delta)
+        reason = stop_reason(delta) if self._asked.shows_output else None
         more = f',"stop_reason":{text_of(reason)}' if reason is not None else ""
         if self._asked.returns_token_ids:
-            more += f',"token_ids":{token_ids(delta.token_ids)}'
+            more += f',"token_ids":{token_ids(delta.token_ids if self._asked.shows_output else ())}'
             if index not in self._begun and self._prompt_ids:
                 self._begun.add(index)
                 more += f',"prompt_token_ids":{token_ids(self._prompt_ids[prompt])}'
