@@ -133,7 +133,7 @@ class ResponseAnswer:
             "max_output_tokens": given.get("max_output_tokens"),
             "metadata": given.get("metadata") or {},
             "model": self._model,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": _or(given.get("parallel_tool_calls"), True),
             "previous_response_id": None,
             "prompt_cache_key": given.get("prompt_cache_key"),
             "reasoning": None,
@@ -142,7 +142,7 @@ class ResponseAnswer:
             "store": False,
             "temperature": _or(given.get("temperature"), 1.0),
             "text": given["text"],
-            "tool_choice": "auto",
+            "tool_choice": _or(given.get("tool_choice"), "auto"),
             "tools": [],
             "top_logprobs": self._asked.num_top or 0,
             "top_p": _or(given.get("top_p"), 1.0),
@@ -157,7 +157,7 @@ class ResponseAnswer:
         return f"{text_of(response)[:-3]}[{item}]}}"  # the list is last
 
 
-def _or(value: Any, default: float) -> Any:
+def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 

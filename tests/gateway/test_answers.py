@@ -18,6 +18,8 @@ from gateway_svc.answers.json_text import text_of
 from gateway_svc.answers.responses import ResponseAnswer
 from gateway_svc.errors import HttpError
 from gateway_svc.requests.asked import Asked
+from gateway_svc.requests.fields import Fields
+from gateway_svc.requests.responses import read_response
 from protos import inference_pb2 as pb
 from tests.gateway.shapes import events, strictly
 
@@ -250,6 +252,17 @@ def test_a_response() -> None:
     found = strictly(Response, whole(ResponseAnswer(asked(settings=SETTINGS)), cut))
     assert found.status == "incomplete" and found.incomplete_details
     assert found.incomplete_details.reason == "max_output_tokens"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, ("auto", True)), ({"tool_choice": "none", "parallel_tool_calls": False}, ("none", False))],
+)
+def test_a_response_repeats_what_was_asked_of_tools(given: dict[str, Any], expected: tuple[str, bool]) -> None:
+    repeating = read_response(Fields({"input": "a", **given}))
+    for found in (whole(ResponseAnswer(repeating), ENDED), streamed(ResponseAnswer(repeating), ENDED)[-1]["response"]):
+        assert (found["tool_choice"], found["parallel_tool_calls"]) == expected
+        strictly(Response, found)
 
 
 def test_a_response_s_events() -> None:
