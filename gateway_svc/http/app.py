@@ -21,7 +21,7 @@ from gateway_svc.config import GatewayConfig
 from gateway_svc.errors import HttpError
 from gateway_svc.http import asking
 from gateway_svc.http.asking import AskingEndpoint
-from gateway_svc.http.generating import Generating, Service
+from gateway_svc.http.generating import REQUEST_ID, Generating, Service
 from gateway_svc.http.live_endpoint import PATH as LIVE
 from gateway_svc.http.live_endpoint import WITHHOLD, LiveEndpoint, withholding
 from gateway_svc.http.page_files import page_routes
@@ -45,6 +45,14 @@ _ASKING = {
     "/version": ("GET", asking.version),
 }
 _UPDATING = {"/v1/load_lora_adapter": asking.load_adapter, "/v1/unload_lora_adapter": asking.unload_adapter}
+# Of answers, what a page of another origin may read as well: OpenAI's client tries again by them.
+_EXPOSED = (
+    REQUEST_ID,
+    "retry-after",
+    "retry-after-ms",
+    "x-should-retry",
+    *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
+)
 
 
 def new_app(service: Service, config: GatewayConfig) -> Starlette:
@@ -69,14 +77,16 @@ def new_app(service: Service, config: GatewayConfig) -> Starlette:
     if config.lora_updates:
         for path, ask in _UPDATING.items():
             routes.append(Route(path, AskingEndpoint(path, service, ask), methods=["POST"]))
-    middleware = []
+    middleware: list[Middleware] = []
     if config.allow_origin:
-        allowed = ["authorization", "content-type", "traceparent", "tracestate", "x-request-id"]
-        middleware = [
-            Middleware(
-                CORSMiddleware, allow_origins=config.allow_origin, allow_methods=["GET", "POST"], allow_headers=allowed
-            )
-        ]
+        origins = Middleware(
+            CORSMiddleware,
+            allow_origins=config.allow_origin,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],  # OpenAI's own client has a dozen, and others have theirs
+            expose_headers=_EXPOSED,
+        )
+        middleware.append(origins)
     handlers = {HTTPException: _not_found, Exception: _failed}
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False  # to a host that the request's own header names

@@ -449,6 +449,22 @@ def test_web_pages_may_call_only_where_they_are_let(server: FakeServer, shared: 
         assert open_one.ask("OPTIONS", CHATS, **{**asked, "origin": "https://b.example"})[0] == 400
 
 
+def test_openai_s_client_in_a_web_page_may_send_and_read_its_headers(fake: Any, server: FakeServer) -> None:
+    """As a browser asks for them in front of a call."""
+    own = ("arch", "lang", "os", "package-version", "retry-count", "runtime", "runtime-version", "timeout")
+    sent = {"authorization", "content-type", "idempotency-key", *(f"x-stainless-{name}" for name in own)}
+    fake.refusal = (CODE.RESOURCE_EXHAUSTED, "too many wait", details(RETRY))
+    with gateway(server.address, allow_origin=("https://a.example",)) as running:
+        asked = {"origin": "https://a.example", "access_control_request_method": "POST"}
+        asked["access_control_request_headers"] = ",".join(sorted(sent))
+        status, headers, _ = running.ask("OPTIONS", CHATS, **asked)
+        assert status == 200 and sent <= set(headers["access-control-allow-headers"].lower().split(","))
+        status, headers, _ = running.ask("POST", COMPLETIONS, GREEDY, origin="https://a.example")
+    exposed = set(headers["access-control-expose-headers"].split(", "))
+    assert status == 429 and {"retry-after", "retry-after-ms", "x-request-id", "x-should-retry"} <= exposed
+    assert {"x-ratelimit-limit-requests", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"} <= exposed
+
+
 def test_headers_go_on_where_they_are_named(fake: Any, server: FakeServer) -> None:
     with gateway(server.address, pass_header=("x-tenant",)) as running:
         running.post(COMPLETIONS, GREEDY, x_tenant="acme", authorization="Bearer k", x_other="1")
