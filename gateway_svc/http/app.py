@@ -21,6 +21,7 @@ from gateway_svc.config import GatewayConfig
 from gateway_svc.errors import HttpError
 from gateway_svc.http import asking
 from gateway_svc.http.asking import AskingEndpoint
+from gateway_svc.http.callers import LocalPages
 from gateway_svc.http.generating import REQUEST_ID, Generating, Service
 from gateway_svc.http.live_endpoint import PATH as LIVE
 from gateway_svc.http.live_endpoint import WITHHOLD, LiveEndpoint, withholding
@@ -57,6 +58,7 @@ _EXPOSED = (
 
 def new_app(service: Service, config: GatewayConfig) -> Starlette:
     """With the paths that the options ask for."""
+    is_local = is_loopback(config.host)
     routes: list[BaseRoute] = [
         Route(path, Generating(path, service, read, answer), methods=["POST"])
         for path, (read, answer) in _GENERATING.items()
@@ -68,16 +70,17 @@ def new_app(service: Service, config: GatewayConfig) -> Starlette:
     if config.page:
         routes += page_routes(live_panel=config.live_panel)
     if config.live_panel:
-        local = is_loopback(config.host)
-        routes.append(Route(LIVE, LiveEndpoint(service, is_local=local), methods=["GET"]))
+        routes.append(Route(LIVE, LiveEndpoint(service, is_local=is_local), methods=["GET"]))
         if config.demo:
             routes.append(
-                Route(WITHHOLD, AskingEndpoint(WITHHOLD, service, withholding(is_local=local)), methods=["POST"])
+                Route(WITHHOLD, AskingEndpoint(WITHHOLD, service, withholding(is_local=is_local)), methods=["POST"])
             )
     if config.lora_updates:
         for path, ask in _UPDATING.items():
             routes.append(Route(path, AskingEndpoint(path, service, ask), methods=["POST"]))
     middleware: list[Middleware] = []
+    if is_local and "*" not in config.allow_origin:
+        middleware.append(Middleware(LocalPages, allowed=config.allow_origin))
     if config.allow_origin:
         origins = Middleware(
             CORSMiddleware,

@@ -465,6 +465,32 @@ def test_openai_s_client_in_a_web_page_may_send_and_read_its_headers(fake: Any, 
     assert {"x-ratelimit-limit-requests", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"} <= exposed
 
 
+@pytest.mark.parametrize(
+    ("headers", "options", "status"),
+    [
+        ({"host": "evil.example:8000", "origin": "http://evil.example:8000"}, {}, 403),
+        ({"host": "127.0.0.1.evil.example", "origin": "http://127.0.0.1.evil.example"}, {}, 403),
+        ({"host": "evil.example", "origin": "null"}, {}, 403),
+        ({"host": "localhost:8000", "origin": "http://localhost:8000"}, {}, 200),
+        ({"host": "[::1]:8000", "origin": "http://[::1]:8000"}, {}, 200),
+        ({"host": "llm.localhost", "origin": "http://llm.localhost"}, {}, 200),
+        ({"host": "llm.example"}, {}, 200),
+        ({"host": "llm.example", "origin": "https://llm.example"}, {"allow_origin": ("https://llm.example",)}, 200),
+        ({"host": "llm.example", "origin": "https://llm.example"}, {"allow_origin": ("*",)}, 200),
+        ({"host": "llm.example", "origin": "https://llm.example"}, {"host": "0.0.0.0"}, 200),
+    ],
+)
+def test_a_page_calls_a_server_on_loopback_by_a_name_of_this_machine(
+    fake: Any, server: FakeServer, headers: dict[str, str], options: dict[str, Any], status: int
+) -> None:
+    """A page from elsewhere that pointed its name here would be no other origin. A proxy may call it as it likes."""
+    with gateway(server.address, **options) as running:
+        found, body = running.post(COMPLETIONS, GREEDY, **headers)
+    assert found == status and len(fake.requests) == (status == 200)
+    if status == 403:
+        assert body["error"]["type"] == "permission_error" and "--allow-origin" in body["error"]["message"]
+
+
 def test_headers_go_on_where_they_are_named(fake: Any, server: FakeServer) -> None:
     with gateway(server.address, pass_header=("x-tenant",)) as running:
         running.post(COMPLETIONS, GREEDY, x_tenant="acme", authorization="Bearer k", x_other="1")
