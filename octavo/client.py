@@ -23,6 +23,7 @@ from grpc_health.v1 import health_pb2
 from octavo.calls.addresses import Server, Servers, check_may_send_key, first_failure
 from octavo.calls.generation import Generation, build_messages, build_request, repeatable
 from octavo.calls.interruptible_stream import InterruptibleStream
+from octavo.calls.lingering_call import LingeringCall
 from octavo.calls.shared_calls import NotKnown, SharedCalls
 from octavo.calls.tracing_context import current_trace
 from octavo.errors import RequestFailed
@@ -53,8 +54,15 @@ class _Call:
     """What both clients know about one `generate` call: its state over attempts, and its deadline."""
 
     def __init__(
-        self, request: pb.GenerateRequest, policy: RetryPolicy, timeout: float | None, num_addresses: int = 1
+        self,
+        request: pb.GenerateRequest,
+        policy: RetryPolicy,
+        timeout: float | None,
+        num_addresses: int = 1,
+        *,
+        lingers: bool = False,
     ) -> None:
+        self.lingers = lingers
         self.generation = Generation(request, policy, time.monotonic_ns(), num_addresses)
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._last_loss: RequestFailed | None = None
@@ -149,16 +157,18 @@ class AsyncClient(_Settings):
         """`generate` in the words of the wire, for who passes them on: messages as they come, nothing made of them.
 
         `request` is the call's from now on, and gets an id and a seed where it has none. Each attempt begins with an
-        admission; what comes whole is in the last message. `metadata` are sent beside those of the client.
+        admission; what comes whole is in the last message. `metadata` are sent beside those of the client. A call
+        of its own ends half a second after it began at the earliest: a scheduler cuts connections on which many end
+        sooner.
         """
-        call = _Call(repeatable(request), self._retry, timeout, len(self._servers))
+        call = _Call(repeatable(request), self._retry, timeout, len(self._servers), lingers=True)
         return self._messages(call, (*self._metadata, *metadata))
 
     async def _messages(self, call: _Call, metadata: Metadata) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Over as many attempts as it takes."""
         while not call.generation.finished:
-            request, server = call.generation.request, self._servers.current
-            stream = self._start(server, request, call.remaining_s(), metadata)
+            server = self._servers.current
+            stream = self._start(call, server, metadata)
             try:
                 async for response in stream:
                     yield call.generation.take(response, time.monotonic_ns())
@@ -176,12 +186,15 @@ class AsyncClient(_Settings):
                 self._servers.failed(server)
                 await asyncio.sleep(delay_s)
 
-    def _start(self, server: Server, request: pb.GenerateRequest, timeout_s: float | None, metadata: Metadata) -> Any:
+    def _start(self, call: _Call, server: Server, metadata: Metadata) -> Any:
         """The messages of one attempt, over a call that others share where that can be."""
-        shared = None
+        request, timeout_s, shared = call.generation.request, call.remaining_s(), None
         if self._shared_calls is not None and timeout_s is None:
             shared = self._shared_calls.start(server, request, metadata)
-        return shared or server.inference.Generate(request, timeout=timeout_s, metadata=metadata)
+        if shared is not None:
+            return shared
+        own = server.inference.Generate(request, timeout=timeout_s, metadata=metadata)
+        return LingeringCall(own) if call.lingers else own
 
     async def complete(
         self, prompt: str | None = None, sampling_params: SamplingParams | None = None, **options: Any
@@ -268,7 +281,7 @@ class AsyncClient(_Settings):
     async def follow(self, method: Method, request: Message, *, metadata: Metadata = ()) -> AsyncGenerator[Any, None]:
         """What comes of a stream without an end, from the scheduler in use; where it breaks off, this raises."""
         server = self._servers.current
-        stream = method(server)(request, metadata=(*self._metadata, *metadata))
+        stream = LingeringCall(method(server)(request, metadata=(*self._metadata, *metadata)))
         try:
             async for message in stream:
                 yield message

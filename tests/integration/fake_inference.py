@@ -83,6 +83,7 @@ class FakeInference(pb_grpc.InferenceServicer):
         self.can_resume = True
         self.max_model_len = 2048
         self.token_delay_s = 0.0
+        self.num_lost_texts = 0  # the next so many calls of Detokenize are lost
         self.cancelled = threading.Event()
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
@@ -162,6 +163,9 @@ class FakeInference(pb_grpc.InferenceServicer):
         return pb.TokenizeResponse(token_ids=text.encode())
 
     def Detokenize(self, request: pb.DetokenizeRequest, context: grpc.ServicerContext) -> pb.DetokenizeResponse:
+        if self.num_lost_texts:
+            self.num_lost_texts -= 1
+            context.abort(grpc.StatusCode.UNAVAILABLE, "lost on purpose")
         return pb.DetokenizeResponse(text=bytes(request.token_ids).decode())
 
 
