@@ -1,8 +1,8 @@
 """A worker's parallel group: its ranks, met and found to be alike, and what they tell each other.
 
 Rank 0 serves. It tells the others what it begins, in order; they do the same with their part of the model, and answer
-nobody. Tensors go from rank to rank within that work (`ranks`, `stages`). A rank that ends, hangs or fails ends the
-group.
+nobody. Tensors go from rank to rank within that work (`ranks`, `stages`). A rank that ends, is stopped or fails ends
+the group (`Watch`). One whose work never ends does not: it counts on, and a scheduler has deadlines.
 """
 
 from __future__ import annotations
