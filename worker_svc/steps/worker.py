@@ -287,6 +287,7 @@ class Worker:
             self.config.block_size,
             self._sizes.num_device_blocks,
             self._sizes.num_host_blocks,
+            self._runner.config.vocab_size,
         )
         self._pipeline = StepPipeline(
             self._runner,
