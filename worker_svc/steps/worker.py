@@ -127,9 +127,18 @@ class Worker:
         return self.thread.call(lambda: self._initialize(limits))
 
     def _initialize(self, limits: Limits) -> worker_pb2.InitializeResponse:
+        """The process ends where a rank of a group fails in that alone: the others wait for it, now or next time."""
         row = TerminalRow()
         try:
             return self._initialize_for(limits, row)
+        except GroupError:  # of all ranks
+            raise
+        except Exception as error:
+            if self._group is not None:
+                log.exception("this rank cannot be initialized")
+                self._group.tell_failure(error)
+                self._end_process()
+            raise
         finally:
             row.clear()
 
@@ -231,17 +240,11 @@ class Worker:
         )
 
     def _capture(self, limits: Limits, most_bytes: int) -> None:
-        """Decode steps, then others. The process ends where a rank of a group fails in that: the others wait for it."""
+        """Decode steps, then others."""
         is_alone, runner = self._group is None, self._runner
         of_all = limits.max_model_len, most_bytes
-        try:
-            runner.capture_graphs(limits.max_num_seqs, *of_all, is_alone=is_alone)
-            runner.capture_mixed_graphs(limits.max_num_batched_tokens, *of_all, is_alone=is_alone)
-        except Exception:
-            if not is_alone:
-                log.exception("graphs of steps cannot be captured")
-                self._end_process()
-            raise
+        runner.capture_graphs(limits.max_num_seqs, *of_all, is_alone=is_alone)
+        runner.capture_mixed_graphs(limits.max_num_batched_tokens, *of_all, is_alone=is_alone)
 
     def _keep_what_all_captured(self) -> None:
         """Keeps the graphs that every rank has: a collective within one waits for the others' replay."""
@@ -392,7 +395,7 @@ class Worker:
         match command.WhichOneof("kind"):
             case "initialize":
                 asked = command.initialize
-                with contextlib.suppress(StartupError):  # of all ranks, and rank 0 answers it
+                with contextlib.suppress(GroupError):  # of all ranks, and rank 0 answers it
                     limits = Limits(asked.max_num_seqs, asked.max_num_batched_tokens, asked.max_model_len)
                     self._initialize(limits)
             case "begin_lease":
