@@ -73,10 +73,12 @@ class RankSizes(_message.Message):
     def __init__(self, num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class RankAdapter(_message.Message):
-    __slots__ = ("error",)
+    __slots__ = ("error", "digest")
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     error: str
-    def __init__(self, error: _Optional[str] = ...) -> None: ...
+    digest: bytes
+    def __init__(self, error: _Optional[str] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class RankGraphs(_message.Message):
     __slots__ = ("batch_sizes", "token_counts")

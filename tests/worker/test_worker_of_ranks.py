@@ -2,18 +2,126 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
+from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from protos import ranks_pb2
+from protos import ranks_pb2, worker_pb2
+from tests.waiting import wait_until
 from tests.worker.fake_model import FakeModel, fake_config
 from tests.worker.test_worker import CONFIG, DEADLINE_S
+from worker_svc.adapters.adapter_folder import Adapter
+from worker_svc.adapters.adapter_set import AdapterSet
+from worker_svc.adapters.errors import AdapterError
 from worker_svc.errors import GroupError
 from worker_svc.steps.model_runner import ModelRunner
 from worker_svc.steps.worker import Worker
+
+
+class Meeting:
+    """Where two ranks say something to each other, each on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._said: list[Any] = [None, None]
+        self._barrier = threading.Barrier(2, timeout=DEADLINE_S)
+
+    def exchange(self, rank: int, own: Any) -> list[Any]:
+        self._said[rank] = own
+        self._barrier.wait()
+        everyones = list(self._said)
+        self._barrier.wait()
+        return everyones
+
+
+class Adapters:
+    """Those of one rank: it reads any path, and computes nothing with them."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None  # of the next that is read
+        self.digest = b"as published"
+        self.names: dict[str, int] = {}
+
+    def most_bytes(self, max_tokens: int) -> int:
+        return 0
+
+    def read(self, path: str) -> Adapter:
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        return Adapter("", {}, self.digest)
+
+    def load(self, name: str, generation: int, adapter: Adapter) -> None:
+        self.names = {**self.names, name: len(self.names)}
+
+    def clear(self) -> None:
+        self.names = {}
+
+
+class Ranks:
+    """A worker of two, which have the same fake model, under a lease of epoch 1."""
+
+    def __init__(self) -> None:
+        self.commands: SimpleQueue[ranks_pb2.RankCommand | None] = SimpleQueue()
+        self.models, self.adapters = [FakeModel(), FakeModel()], [Adapters(), Adapters()]
+        self.ends: list[int] = []  # ranks
+        meeting = Meeting()
+        self.first, self.other = (self._worker(rank, meeting) for rank in (0, 1))
+        threading.Thread(target=self._follow, daemon=True).start()
+        self.first.initialize(self.first.bounds).result(DEADLINE_S)
+        self.first.begin(1).result(DEADLINE_S)
+
+    def _worker(self, rank: int, meeting: Meeting) -> Worker:
+        group: Any = SimpleNamespace(is_first=rank == 0, member=SimpleNamespace(local_size=2), tell=self.commands.put)
+        group.exchange = partial(meeting.exchange, rank)
+        adapters = cast(AdapterSet, self.adapters[rank])
+        runner = ModelRunner(self.models[rank], fake_config(), CONFIG.block_size, adapters=adapters)
+        return Worker(runner, CONFIG, end_process=lambda: self.ends.append(rank), group=group)
+
+    def _follow(self) -> None:
+        while (command := self.commands.get()) is not None:
+            self.other.thread.submit(partial(self.other.follow, command))
+
+    def load(self, name: str, epoch: int = 1) -> Future[None]:
+        """As the servicer does it: read by rank 0 already."""
+        request = worker_pb2.LoadAdapterRequest(name=name, path="a-folder", generation=1, epoch=epoch)
+        return self.first.load_adapter(request, self.adapters[0].read(request.path))
+
+    def check_loaded(self, *names: str) -> None:
+        """By both, once the other one is there as well."""
+        wait_until(lambda: all(list(each.names) == list(names) for each in self.adapters), seconds=DEADLINE_S)
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks()
+    yield ranks
+    ranks.commands.put(None)
+    assert ranks.ends == []
+
+
+def test_a_rank_that_has_read_another_adapter_is_named_by_all(ranks: Ranks) -> None:
+    """As of an older copy on its machine, whose products would be added to those of the others."""
+    ranks.adapters[1].digest = b"older"
+    with pytest.raises(AdapterError, match=r"^rank 1 has read other files than rank 0: a-folder$"):
+        ranks.load("one").result(DEADLINE_S)
+    ranks.adapters[1].digest = ranks.adapters[0].digest
+    ranks.load("two").result(DEADLINE_S)
+    ranks.check_loaded("two")
+
+
+def test_a_rank_that_cannot_read_an_adapter_is_named_by_all(ranks: Ranks) -> None:
+    ranks.adapters[1].error = AdapterError("no such folder")
+    with pytest.raises(AdapterError, match="^rank 1: no such folder$"):
+        ranks.load("one").result(DEADLINE_S)
+    ranks.load("two").result(DEADLINE_S)
+    ranks.check_loaded("two")
 
 
 def test_a_rank_that_fails_alone_in_a_later_initialize_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:

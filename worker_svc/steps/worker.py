@@ -321,18 +321,29 @@ class Worker:
         self.check_epoch(request.epoch)
         assert self._pipeline is not None, "a lease without a pipeline"
         self._tell(load_adapter=request)
-        error = ""
-        try:
-            adapter = adapter or self._runner.adapters.read(request.path)
-        except AdapterError as own:
-            error = str(own)
         if self._group is not None:
-            for rank, answer in enumerate(self._group.exchange(ranks_pb2.RankAdapter(error=error))):
-                if answer.error:
-                    raise AdapterError(f"rank {rank}: {answer.error}")
-        assert adapter is not None
+            adapter = self._read_as_others(self._group, request.path, adapter)
+        assert adapter is not None, "only other ranks have yet to read it"
         self._runner.adapters.load(request.name, request.generation, adapter)
         self._pipeline.states.loaded_adapters = self._runner.adapters.names
+
+    def _read_as_others(self, group: ParallelGroup, path: str, adapter: Adapter | None) -> Adapter:
+        """What all ranks have read; this one, where there is none yet. Raises AdapterError on all of them."""
+        assert self._runner.adapters is not None
+        mine = ranks_pb2.RankAdapter()
+        try:
+            adapter = adapter or self._runner.adapters.read(path)
+            mine.digest = adapter.digest
+        except AdapterError as own:
+            mine.error = str(own)
+        first, *_ = everyones = group.exchange(mine)
+        for rank, answer in enumerate(everyones):
+            if answer.error:
+                raise AdapterError(f"rank {rank}: {answer.error}")
+            if answer.digest != first.digest:  # an older copy on another machine, say: its products would be added up
+                raise AdapterError(f"rank {rank} has read other files than rank 0: {path}")
+        assert adapter is not None, "an error of its own is among all"
+        return adapter
 
     def unload_adapter(self, request: worker_pb2.UnloadAdapterRequest) -> Future[None]:
         """Nobody uses it any more. The future may hold an AdapterError."""
