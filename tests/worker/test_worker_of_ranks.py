@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -15,7 +16,7 @@ import pytest
 
 from protos import ranks_pb2, worker_pb2
 from tests.waiting import wait_until
-from tests.worker.fake_model import FakeModel, fake_config
+from tests.worker.fake_model import FakeModel, decode, fake_config, prefill
 from tests.worker.test_worker import CONFIG, DEADLINE_S
 from worker_svc.adapters.adapter_folder import Adapter
 from worker_svc.adapters.adapter_set import AdapterSet
@@ -46,12 +47,16 @@ class Adapters:
     def __init__(self) -> None:
         self.error: Exception | None = None  # of the next that is read
         self.digest = b"as published"
+        self.is_reading, self.may_read = threading.Event(), threading.Event()
+        self.may_read.set()
         self.names: dict[str, int] = {}
 
     def most_bytes(self, max_tokens: int) -> int:
         return 0
 
     def read(self, path: str) -> Adapter:
+        self.is_reading.set()
+        assert self.may_read.wait(DEADLINE_S)
         if self.error is not None:
             error, self.error = self.error, None
             raise error
@@ -71,15 +76,17 @@ class Ranks:
         self.commands: SimpleQueue[ranks_pb2.RankCommand | None] = SimpleQueue()
         self.models, self.adapters = [FakeModel(), FakeModel()], [Adapters(), Adapters()]
         self.ends: list[int] = []  # ranks
-        meeting = Meeting()
-        self.first, self.other = (self._worker(rank, meeting) for rank in (0, 1))
+        meeting, beside = Meeting(), Meeting()
+        self.first, self.other = (self._worker(rank, meeting, beside) for rank in (0, 1))
         threading.Thread(target=self._follow, daemon=True).start()
         self.first.initialize(self.first.bounds).result(DEADLINE_S)
+        wait_until(lambda: self.other.sizes is not None, seconds=DEADLINE_S)
         self.first.begin(1).result(DEADLINE_S)
 
-    def _worker(self, rank: int, meeting: Meeting) -> Worker:
+    def _worker(self, rank: int, meeting: Meeting, beside: Meeting) -> Worker:
         group: Any = SimpleNamespace(is_first=rank == 0, member=SimpleNamespace(local_size=2), tell=self.commands.put)
         group.exchange = partial(meeting.exchange, rank)
+        group.exchange_aside = partial(beside.exchange, rank)
         adapters = cast(AdapterSet, self.adapters[rank])
         runner = ModelRunner(self.models[rank], fake_config(), CONFIG.block_size, adapters=adapters)
         return Worker(runner, CONFIG, end_process=lambda: self.ends.append(rank), group=group)
@@ -92,6 +99,15 @@ class Ranks:
         """As the servicer does it: read by rank 0 already."""
         request = worker_pb2.LoadAdapterRequest(name=name, path="a-folder", generation=1, epoch=epoch)
         return self.first.load_adapter(request, self.adapters[0].read(request.path))
+
+    def step(self, step: worker_pb2.Step, epoch: int = 1) -> None:
+        """Until both have computed it."""
+        before, results = [model.num_forwards for model in self.models], list[worker_pb2.StepResult]()
+        self.first.submit(epoch, step, time.perf_counter_ns(), results.append)
+        wait_until(lambda: results, seconds=DEADLINE_S)
+        assert results[0].status == worker_pb2.STEP_STATUS_OK
+        expected = [each + 1 for each in before]
+        wait_until(lambda: [model.num_forwards for model in self.models] == expected, seconds=DEADLINE_S)
 
     def check_loaded(self, *names: str) -> None:
         """By both, once the other one is there as well."""
@@ -116,12 +132,45 @@ def test_a_rank_that_has_read_another_adapter_is_named_by_all(ranks: Ranks) -> N
     ranks.check_loaded("two")
 
 
-def test_a_rank_that_cannot_read_an_adapter_is_named_by_all(ranks: Ranks) -> None:
-    ranks.adapters[1].error = AdapterError("no such folder")
-    with pytest.raises(AdapterError, match="^rank 1: no such folder$"):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(AdapterError("no such folder"), "no such folder"), (KeyError("ours"), "KeyError: 'ours'")],
+    ids=["none", "mistake"],
+)
+def test_a_rank_that_cannot_read_an_adapter_is_named_by_all(error: Exception, said: str, ranks: Ranks) -> None:
+    ranks.adapters[1].error = error
+    with pytest.raises(AdapterError, match=f"^rank 1: {said}$"):
         ranks.load("one").result(DEADLINE_S)
     ranks.load("two").result(DEADLINE_S)
     ranks.check_loaded("two")
+
+
+def test_steps_run_while_another_rank_reads_an_adapter(ranks: Ranks) -> None:
+    ranks.adapters[1].may_read.clear()
+    loading = [ranks.load("one"), ranks.load("two")]
+    assert ranks.adapters[1].is_reading.wait(DEADLINE_S)
+    ranks.step(prefill(1, [[3]]))
+    ranks.step(decode(2, [0]))
+    assert not any(each.done() for each in loading)
+    ranks.check_loaded()
+    ranks.adapters[1].may_read.set()
+    for each in loading:
+        each.result(DEADLINE_S)
+    ranks.check_loaded("one", "two")
+
+
+def test_an_adapter_whose_lease_ends_while_it_is_read_is_loaded_by_nobody(ranks: Ranks) -> None:
+    ranks.adapters[1].may_read.clear()
+    late = ranks.load("late")
+    assert ranks.adapters[1].is_reading.wait(DEADLINE_S)
+    ranks.first.end().result(DEADLINE_S)
+    ranks.first.begin(2).result(DEADLINE_S)
+    following = ranks.load("following", epoch=2)
+    ranks.adapters[1].may_read.set()
+    with pytest.raises(AdapterError, match="epoch 1 is not that of the lease, 2"):
+        late.result(DEADLINE_S)
+    following.result(DEADLINE_S)
+    ranks.check_loaded("following")
 
 
 def test_a_rank_that_fails_alone_in_a_later_initialize_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
