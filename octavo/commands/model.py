@@ -4,6 +4,7 @@ those that a server has, and measures scales for a cache of eight bits."""
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shutil
 import sys
@@ -160,6 +161,9 @@ def _remove(arguments: argparse.Namespace) -> int:
     entry = _find(arguments)
     assert entry.path is not None
     name = HubName.parse(arguments.name) if entry.revisions else None
+    if name is not None and name.gguf:
+        whole = dataclasses.replace(name, gguf="")
+        raise CommandError(f"no file is removed by itself: `octavo model rm {whole}` removes all that is here of it")
     what = f"{arguments.name} ({entry.size_bytes / 1e6:,.0f} MB) in {entry.path}"
     if not arguments.yes and not _agreed(f"Remove {what}?"):
         raise CommandError(f"nothing was removed: {arguments.name} stays")

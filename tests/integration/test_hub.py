@@ -104,6 +104,17 @@ def test_a_model_is_fetched_by_its_name_found_offline_listed_and_removed(
     assert "did you mean" not in reason(octavo("model", "show", REPO))
 
 
+def test_no_quantisation_is_removed_by_itself(hub: FakeHub, octavo: Command) -> None:
+    repo = "tiny/Tiny-GGUF"
+    hub.add(repo, {"t-Q4_K_M.gguf": b"four", "t-Q8_0.gguf": b"eight"})
+    kept = [fetched(octavo("model", "fetch", f"{repo}:{name}")) for name in ("Q4_K_M", "Q8_0")]
+    for name in ("Q4_K_M", "t-Q8_0.gguf"):
+        said = reason(octavo("model", "rm", f"{repo}:{name}", "--yes"))
+        assert f"`octavo model rm {repo}` removes all" in said and all(file.is_file() for file in kept)
+    assert octavo("model", "rm", repo, "--yes").returncode == 0
+    assert not any(file.exists() for file in kept)
+
+
 def test_a_worker_fetches_what_it_is_to_load_and_is_known_by_its_name(
     hub: FakeHub, files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
