@@ -156,11 +156,11 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _remove(arguments: argparse.Namespace) -> int:
     from octavo.cli import CommandError
-    from octavo.models.hub_cache import HubName, remove
+    from octavo.models.hub_cache import hub_name_of, remove
 
     entry = _find(arguments)
     assert entry.path is not None
-    name = HubName.parse(arguments.name) if entry.revisions else None
+    name = hub_name_of(arguments.name) if entry.revisions else None
     if name is not None and name.gguf:
         whole = dataclasses.replace(name, gguf="")
         raise CommandError(f"no file is removed by itself: `octavo model rm {whole}` removes all that is here of it")
