@@ -544,6 +544,21 @@ def test_what_the_system_refuses_is_one_line(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().err == "octavo scheduler: error: no --worker is given: HOST:PORT or dns:///NAME:PORT\n"
 
 
+def test_a_fetched_flight_record_replaces_none_of_any_shard(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.control.flight_record = [(0, b"a"), (0, b"b"), (1, b"c")]
+    first, second = tmp_path / "record-0.jsonl.gz", tmp_path / "record-1.jsonl.gz"
+    fetch = ["replay", str(tmp_path / "record.jsonl.gz"), "--address", server.address]
+    second.write_bytes(b"of last week")
+    assert main(fetch) == 1
+    assert capsys.readouterr().err.endswith(f"{second} is there already: another name is wanted for what is fetched\n")
+    assert second.read_bytes() == b"of last week" and not first.exists()
+    second.unlink()
+    assert main(fetch) == 0
+    assert (first.read_bytes(), second.read_bytes()) == (b"ab", b"c")
+
+
 def test_a_part_that_is_not_installed_is_one_line() -> None:
     code = "import sys; sys.modules['torch'] = None; from octavo.cli import main; sys.exit(main(['worker']))"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
