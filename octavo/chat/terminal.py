@@ -67,10 +67,14 @@ class Answer:
         if self._last is None:
             return "no answer"
         metrics, total_s = self._last.metrics, time.monotonic() - self._started_s
-        first_s = ((metrics.first_token_ns or 0) - metrics.arrival_ns) / 1e9
-        count = metrics.num_output_tokens
+        count, taken = metrics.num_output_tokens, f"{metrics.num_prompt_tokens} tokens in"
+        first_ns = metrics.first_token_ns
+        if first_ns is None or (count > 1 and len(metrics.token_times_ns) < 2):  # all at once, as beams come
+            speed = f", {count / total_s:.1f} tokens/s" if count else ""
+            return f"{taken}, {count} out after {total_s:.2f} s{speed}"
+        first_s = (first_ns - metrics.arrival_ns) / 1e9
         speed = f", then {(count - 1) / (total_s - first_s):.1f} tokens/s" if count > 1 else ""
-        return f"{metrics.num_prompt_tokens} tokens in, {count} out; first after {first_s:.2f} s{speed}"
+        return f"{taken}, {count} out; first after {first_s:.2f} s{speed}"
 
 
 class Answers(Answer):

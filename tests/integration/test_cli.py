@@ -214,6 +214,24 @@ def test_beams_come_with_their_scores_and_are_greedy_by_default(
     assert sampling.use_beam_search and sampling.early_stopping == pb.EARLY_STOPPING_NEVER
 
 
+def test_figures_of_what_comes_at_once_tell_no_first_token(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    end = pb.FINISH_REASON_STOP
+    server.inference.script = [
+        pb.GenerateResponse(admission=pb.Admission(num_prompt_tokens=1)),
+        pb.GenerateResponse(outputs=[pb.OutputDelta(token_ids=[1, 2], text="so so", finish_reason=end)]),
+        pb.GenerateResponse(usage=pb.Usage(prompt_tokens=1, completion_tokens=8)),
+    ]
+    assert main(["generate", "hi", "--address", server.address, "--best-of", "4", "--stats"]) == 0
+    told = re.fullmatch(r"1 tokens in, 8 out after (\d+\.\d\d) s, (\d+\.\d) tokens/s\n", capsys.readouterr().err)
+    assert told is not None and 8 / float(told[2]) == pytest.approx(float(told[1]), abs=0.006)
+    del server.inference.script[1]
+    server.inference.script[-1].usage.completion_tokens = 0
+    assert main(["generate", "hi", "--address", server.address, "--stats"]) == 0
+    assert re.fullmatch(r"1 tokens in, 0 out after \d+\.\d\d s\n", capsys.readouterr().err)
+
+
 def test_generate_streams_as_tokens_come(server: FakeServer) -> None:
     is_read = threading.Event()
 
