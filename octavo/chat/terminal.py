@@ -10,23 +10,34 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from octavo.cli import CommandError
+from octavo.shared.options import OptionError
 
 if TYPE_CHECKING:
     from octavo.outputs import CompletionOutput, RequestOutput
 
 
 def read_prompt(given: str | None) -> str | None:
-    """The argument, or all of standard input when it is `-` or a pipe; None when there is only a terminal."""
-    if given is not None and given != "-":
-        return given
+    """The argument, or all of standard input when it is `-` or a pipe; None when there is only a terminal.
+
+    Raises OptionError for bytes that are no text.
+    """
     if given is None and sys.stdin.isatty():
         return None
-    return sys.stdin.read().rstrip("\n")
+    try:
+        text = sys.stdin.read().rstrip("\n") if given is None or given == "-" else given
+        text.encode()  # what could not be read may have come as halves of surrogate pairs
+    except UnicodeError:
+        raise OptionError("the prompt is no text in UTF-8: `iconv -t UTF-8 -f ENCODING` makes it some") from None
+    return text
 
 
 def print_json(output: RequestOutput) -> int:
     """Exit code 1 where an output did not end by itself; its error is among what is printed."""
-    print(json.dumps(dataclasses.asdict(output), ensure_ascii=False))
+    value = dataclasses.asdict(output)
+    try:
+        print(json.dumps(value, ensure_ascii=False))
+    except UnicodeEncodeError:  # a terminal may not have every character
+        print(json.dumps(value))
     return int(any(each.finish_reason in ("error", "abort") for each in output.outputs))
 
 

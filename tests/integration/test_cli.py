@@ -258,6 +258,31 @@ def test_generate_as_chat_and_through_a_pipe(server: FakeServer) -> None:
     assert server.inference.requests[0].messages.messages[0].content == "What is a scheduler?"
 
 
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "utf-8:surrogateescape"])
+def test_a_prompt_that_is_no_text_is_one_line(server: FakeServer, encoding: str) -> None:
+    """Python reads it with an error, or, as in a container, without one."""
+    environ = {**os.environ, "PYTHONIOENCODING": encoding}
+    for prompt, piped in (("-", b"caf\xe9"), (os.fsdecode(b"caf\xe9"), b"")):
+        command = [sys.executable, "-m", "octavo", "generate", prompt, "--address", server.address]
+        done = subprocess.run(command, input=piped, capture_output=True, cwd=ROOT, env=environ)
+        assert done.returncode == 2 and not server.inference.requests
+        assert done.stderr.startswith(b"octavo generate: error: the prompt is no text in UTF-8")
+        assert done.stderr.count(b"\n") == 1
+
+
+def test_json_goes_where_not_every_character_does(server: FakeServer) -> None:
+    end = pb.FINISH_REASON_STOP
+    server.inference.script = [
+        pb.GenerateResponse(admission=pb.Admission(num_prompt_tokens=1)),
+        pb.GenerateResponse(outputs=[pb.OutputDelta(token_ids=[1], text="3 \u20ac", finish_reason=end)]),
+        pb.GenerateResponse(usage=pb.Usage(prompt_tokens=1, completion_tokens=1)),
+    ]
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    with octavo("generate", "hi", "--json", "--address", server.address, env=environ) as process:
+        out, _ = process.communicate()
+    assert process.returncode == 0 and json.loads(out)["outputs"][0]["text"] == "3 \u20ac"
+
+
 def test_chat_once(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "Hi", "--system", "Be brief.", "--address", server.address, "--max-tokens", "2"]) == 0
     assert capsys.readouterr().out.startswith("t")
