@@ -87,6 +87,8 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         ["generate", "hi", "--address", "localhost"],
         ["generate", "hi", "--address", "localhost:1,localhost"],
         ["generate", "hi", "--retry-window", "soon"],
+        ["generate", "hi", "--json", "--stats"],
+        ["chat", "hi", "--json", "--stats"],
         ["chat", "hi", "--address", "localhost:x"],
         ["health", "localhost"],
         ["health", "--address", ":50051"],
