@@ -97,6 +97,7 @@ class _Settings:
             check_may_send_key(address, is_encrypted=is_encrypted)
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._retry = retry or RetryPolicy()
+        self._is_closed = False  # by its own caller, which is no loss of a server
 
 
 class AsyncClient(_Settings):
@@ -124,6 +125,7 @@ class AsyncClient(_Settings):
     ) -> None:
         super().__init__(address, api_key, retry, is_encrypted=plaintext_key or credentials is not None)
         self._shared_calls = SharedCalls() if share_calls else None
+        self._open: set[Any] = set()  # streams that are read
         channels = grpc.aio.insecure_channel, grpc.aio.secure_channel
         self._servers = Servers(address, credentials, *channels, own_connection=own_connection)
 
@@ -169,6 +171,7 @@ class AsyncClient(_Settings):
         while not call.generation.finished:
             server = self._servers.current
             stream = self._start(call, server, metadata)
+            self._open.add(stream)
             try:
                 async for response in stream:
                     yield call.generation.take(response, time.monotonic_ns())
@@ -179,12 +182,22 @@ class AsyncClient(_Settings):
                 failure = RequestFailed.from_rpc_error(error)
             except NotKnown:
                 continue
+            except asyncio.CancelledError:  # which `close` has as its effect, too
+                task = asyncio.current_task()
+                if not self._is_closed or (task is not None and task.cancelling()):
+                    raise
+                failure = RequestFailed(grpc.StatusCode.CANCELLED, "the client was closed")
             finally:
+                self._open.discard(stream)
                 stream.cancel()
             if not call.generation.finished:
+                if self._is_closed:
+                    raise failure
                 delay_s = call.pause_after(failure)
                 self._servers.failed(server)
                 await asyncio.sleep(delay_s)
+                if self._is_closed:  # meanwhile
+                    raise failure
 
     def _start(self, call: _Call, server: Server, metadata: Metadata) -> Any:
         """The messages of one attempt, over a call that others share where that can be."""
@@ -273,7 +286,7 @@ class AsyncClient(_Settings):
                 return await method(server)(request, timeout=_UNARY_TIMEOUT_S, metadata=sent)
             except grpc.RpcError as error:
                 failures.append(RequestFailed.from_rpc_error(error))
-            if not failures[-1].is_unanswered:
+            if self._is_closed or not failures[-1].is_unanswered:
                 break
             self._servers.failed(server)
         raise failures[-1]
@@ -308,8 +321,11 @@ class AsyncClient(_Settings):
 
     async def close(self) -> None:
         """Closes all connections; calls that are open end with an error."""
+        self._is_closed = True
         if self._shared_calls is not None:
             await self._shared_calls.close()
+        for stream in list(self._open):  # which gRPC does not end with its channel
+            stream.cancel()
         for server in self._servers.all:
             await server.channel.close()
 
@@ -323,7 +339,8 @@ class AsyncClient(_Settings):
 
 
 class Client(_Settings):
-    """`AsyncClient` for plain threads: the same arguments, and methods that block. Safe to share between threads.
+    """`AsyncClient` for plain threads: the same arguments but `own_connection` and `share_calls`, and methods that
+    block. Safe to share between threads.
 
     >>> with Client("127.0.0.1:50051") as client:
     ...     deltas = list(client.generate("The sea is", SamplingParams(max_tokens=3)))
@@ -342,7 +359,6 @@ class Client(_Settings):
     ) -> None:
         super().__init__(address, api_key, retry, is_encrypted=plaintext_key or credentials is not None)
         self._servers = Servers(address, credentials, grpc.insecure_channel, grpc.secure_channel)
-        self._is_closed = False  # by its own caller, which is no loss of a server
 
     def generate(
         self,
@@ -374,6 +390,8 @@ class Client(_Settings):
                 delay_s = call.pause_after(failure)
                 self._servers.failed(server)
                 time.sleep(delay_s)
+                if self._is_closed:  # meanwhile
+                    raise failure
 
     def _start(self, call: _Call, server: Server, metadata: Metadata) -> InterruptibleStream[pb.GenerateResponse]:
         def start() -> Any:

@@ -39,7 +39,7 @@ class LingeringCall:
         return message
 
     def cancel(self) -> None:
-        """Returns at once. Nobody may iterate any more."""
+        """Returns at once; who still reads hears of it when the call ends."""
         if self._call.done():
             return
         if (left_s := self._may_end_s - self._loop.time()) > 0:
