@@ -182,7 +182,12 @@ class StepStream:
         """See `WorkerLink.call`."""
         is_load = isinstance(request, worker_pb2.LoadAdapterRequest)
         method = self._stub.LoadAdapter if is_load else self._stub.UnloadAdapter
-        method.future(request, timeout=ADAPTER_TIMEOUT_S).add_done_callback(lambda call: done(_problem(call)))
+        try:
+            call = method.future(request, timeout=ADAPTER_TIMEOUT_S)
+        except ValueError as error:  # its channel is closed: the step loop is about to hear that the worker is lost
+            done(str(error))
+        else:
+            call.add_done_callback(lambda call: done(_problem(call)))
 
     def distrust(self) -> None:
         """See `WorkerLink`."""
