@@ -249,6 +249,15 @@ class WorkerClient:
         if (stream := self._stream) is not None:
             stream.close()
 
+    def give_up(self) -> bool:
+        """Closes it unless it has joined, and says which."""
+        with self._joining:
+            if self._has_joined:
+                return False
+            self._closed.set()  # it joins no more
+        self.close()
+        return True
+
     def leave(self) -> None:
         """Joins no more. A stream that has joined ends when the engine gives the worker back, any other one now."""
         with self._joining:
@@ -323,7 +332,7 @@ class WorkerClient:
             self._stream = stream
             lease = stream.wait_for_lease(member.info)
             check_cached(member.sizes, lease)
-            with self._joining:  # so that whoever calls `leave` knows which of the two came first
+            with self._joining:  # so that `leave` and `give_up` know which of the two came first
                 if self._is_done():
                     return
                 self._members.joined(member, stream, lease)
