@@ -22,6 +22,7 @@ import dataclasses
 import datetime
 import itertools
 import json
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -68,6 +69,7 @@ def main() -> int:
     if arguments.instructions and (lacking := SETS[arguments.instructions].lacking()):
         parser.error(f"--instructions {arguments.instructions}: this processor has no {', '.join(lacking)}")
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # paused engines are let go
     facts = machine.describe()
     folder = resolve_model(arguments.model)
     rows = _measure(arguments, folder)

@@ -23,6 +23,7 @@ from grpc_health.v1 import health_pb2
 from octavo.calls.addresses import Server, Servers, check_may_send_key, first_failure
 from octavo.calls.generation import Generation, build_messages, build_request, repeatable
 from octavo.calls.interruptible_stream import InterruptibleStream
+from octavo.calls.lingering_call import LingeringCall
 from octavo.calls.shared_calls import NotKnown, SharedCalls
 from octavo.calls.tracing_context import current_trace
 from octavo.errors import RequestFailed
@@ -53,8 +54,15 @@ class _Call:
     """What both clients know about one `generate` call: its state over attempts, and its deadline."""
 
     def __init__(
-        self, request: pb.GenerateRequest, policy: RetryPolicy, timeout: float | None, num_addresses: int = 1
+        self,
+        request: pb.GenerateRequest,
+        policy: RetryPolicy,
+        timeout: float | None,
+        num_addresses: int = 1,
+        *,
+        lingers: bool = False,
     ) -> None:
+        self.lingers = lingers
         self.generation = Generation(request, policy, time.monotonic_ns(), num_addresses)
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._last_loss: RequestFailed | None = None
@@ -89,6 +97,7 @@ class _Settings:
             check_may_send_key(address, is_encrypted=is_encrypted)
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._retry = retry or RetryPolicy()
+        self._is_closed = False  # by its own caller, which is no loss of a server
 
 
 class AsyncClient(_Settings):
@@ -116,6 +125,7 @@ class AsyncClient(_Settings):
     ) -> None:
         super().__init__(address, api_key, retry, is_encrypted=plaintext_key or credentials is not None)
         self._shared_calls = SharedCalls() if share_calls else None
+        self._open: set[Any] = set()  # streams that are read
         channels = grpc.aio.insecure_channel, grpc.aio.secure_channel
         self._servers = Servers(address, credentials, *channels, own_connection=own_connection)
 
@@ -149,16 +159,19 @@ class AsyncClient(_Settings):
         """`generate` in the words of the wire, for who passes them on: messages as they come, nothing made of them.
 
         `request` is the call's from now on, and gets an id and a seed where it has none. Each attempt begins with an
-        admission; what comes whole is in the last message. `metadata` are sent beside those of the client.
+        admission; what comes whole is in the last message. `metadata` are sent beside those of the client. A call
+        of its own ends half a second after it began at the earliest: a scheduler cuts connections on which many end
+        sooner.
         """
-        call = _Call(repeatable(request), self._retry, timeout, len(self._servers))
+        call = _Call(repeatable(request), self._retry, timeout, len(self._servers), lingers=True)
         return self._messages(call, (*self._metadata, *metadata))
 
     async def _messages(self, call: _Call, metadata: Metadata) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Over as many attempts as it takes."""
         while not call.generation.finished:
-            request, server = call.generation.request, self._servers.current
-            stream = self._start(server, request, call.remaining_s(), metadata)
+            server = self._servers.current
+            stream = self._start(call, server, metadata)
+            self._open.add(stream)
             try:
                 async for response in stream:
                     yield call.generation.take(response, time.monotonic_ns())
@@ -169,19 +182,32 @@ class AsyncClient(_Settings):
                 failure = RequestFailed.from_rpc_error(error)
             except NotKnown:
                 continue
+            except asyncio.CancelledError:  # which `close` has as its effect, too
+                task = asyncio.current_task()
+                if not self._is_closed or (task is not None and task.cancelling()):
+                    raise
+                failure = RequestFailed(grpc.StatusCode.CANCELLED, "the client was closed")
             finally:
+                self._open.discard(stream)
                 stream.cancel()
             if not call.generation.finished:
+                if self._is_closed:
+                    raise failure
                 delay_s = call.pause_after(failure)
                 self._servers.failed(server)
                 await asyncio.sleep(delay_s)
+                if self._is_closed:  # meanwhile
+                    raise failure
 
-    def _start(self, server: Server, request: pb.GenerateRequest, timeout_s: float | None, metadata: Metadata) -> Any:
+    def _start(self, call: _Call, server: Server, metadata: Metadata) -> Any:
         """The messages of one attempt, over a call that others share where that can be."""
-        shared = None
+        request, timeout_s, shared = call.generation.request, call.remaining_s(), None
         if self._shared_calls is not None and timeout_s is None:
             shared = self._shared_calls.start(server, request, metadata)
-        return shared or server.inference.Generate(request, timeout=timeout_s, metadata=metadata)
+        if shared is not None:
+            return shared
+        own = server.inference.Generate(request, timeout=timeout_s, metadata=metadata)
+        return LingeringCall(own) if call.lingers else own
 
     async def complete(
         self, prompt: str | None = None, sampling_params: SamplingParams | None = None, **options: Any
@@ -260,7 +286,7 @@ class AsyncClient(_Settings):
                 return await method(server)(request, timeout=_UNARY_TIMEOUT_S, metadata=sent)
             except grpc.RpcError as error:
                 failures.append(RequestFailed.from_rpc_error(error))
-            if not failures[-1].is_unanswered:
+            if self._is_closed or not failures[-1].is_unanswered:
                 break
             self._servers.failed(server)
         raise failures[-1]
@@ -268,7 +294,7 @@ class AsyncClient(_Settings):
     async def follow(self, method: Method, request: Message, *, metadata: Metadata = ()) -> AsyncGenerator[Any, None]:
         """What comes of a stream without an end, from the scheduler in use; where it breaks off, this raises."""
         server = self._servers.current
-        stream = method(server)(request, metadata=(*self._metadata, *metadata))
+        stream = LingeringCall(method(server)(request, metadata=(*self._metadata, *metadata)))
         try:
             async for message in stream:
                 yield message
@@ -295,8 +321,11 @@ class AsyncClient(_Settings):
 
     async def close(self) -> None:
         """Closes all connections; calls that are open end with an error."""
+        self._is_closed = True
         if self._shared_calls is not None:
             await self._shared_calls.close()
+        for stream in list(self._open):  # which gRPC does not end with its channel
+            stream.cancel()
         for server in self._servers.all:
             await server.channel.close()
 
@@ -310,7 +339,8 @@ class AsyncClient(_Settings):
 
 
 class Client(_Settings):
-    """`AsyncClient` for plain threads: the same arguments, and methods that block. Safe to share between threads.
+    """`AsyncClient` for plain threads: the same arguments but `own_connection` and `share_calls`, and methods that
+    block. Safe to share between threads.
 
     >>> with Client("127.0.0.1:50051") as client:
     ...     deltas = list(client.generate("The sea is", SamplingParams(max_tokens=3)))
@@ -329,7 +359,6 @@ class Client(_Settings):
     ) -> None:
         super().__init__(address, api_key, retry, is_encrypted=plaintext_key or credentials is not None)
         self._servers = Servers(address, credentials, grpc.insecure_channel, grpc.secure_channel)
-        self._is_closed = False  # by its own caller, which is no loss of a server
 
     def generate(
         self,
@@ -361,6 +390,8 @@ class Client(_Settings):
                 delay_s = call.pause_after(failure)
                 self._servers.failed(server)
                 time.sleep(delay_s)
+                if self._is_closed:  # meanwhile
+                    raise failure
 
     def _start(self, call: _Call, server: Server, metadata: Metadata) -> InterruptibleStream[pb.GenerateResponse]:
         def start() -> Any:

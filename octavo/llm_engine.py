@@ -66,7 +66,7 @@ class LLMEngine:
         """Queues a request for the next step.
 
         Args:
-            request_id: of the caller's choice, for `abort_request` and in outputs.
+            request_id: of the caller's choice and not empty, for `abort_request` and in outputs.
             prompt: a text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
             sampling_params: see `LLM.generate`.
             prompt_token_ids: in place of `prompt`.
@@ -74,10 +74,12 @@ class LLMEngine:
             priority: lower first, with `scheduling_policy="priority"`.
 
         Raises:
-            ValueError: a prompt or parameter that this model does not take, a live id, or a full queue.
+            ValueError: a prompt or parameter that this model does not take, no id or a live one, or a full queue.
         """
         from scheduler_svc.errors import RequestRefused
 
+        if not request_id:  # one that is made up for it would be known to nobody
+            raise ValueError("request_id is empty; outputs are told apart by it")
         if (prompt is None) == (prompt_token_ids is None):
             raise InvalidPrompt("give either prompt or prompt_token_ids")
         given = read_prompt({"prompt_token_ids": prompt_token_ids} if prompt is None else prompt)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import worker_pb2 as protos_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/ranks.proto\x12\toctavo.v1\x1a\x13protos/worker.proto\"\xb4\x02\n\x0bRankCommand\x12\x32\n\ninitialize\x18\x01 \x01(\x0b\x32\x1c.octavo.v1.InitializeRequestH\x00\x12,\n\x0b\x62\x65gin_lease\x18\x02 \x01(\x0b\x32\x15.octavo.v1.BeginLeaseH\x00\x12\x1f\n\x04step\x18\x03 \x01(\x0b\x32\x0f.octavo.v1.StepH\x00\x12(\n\tend_group\x18\x04 \x01(\x0b\x32\x13.octavo.v1.EndGroupH\x00\x12\x35\n\x0cload_adapter\x18\x05 \x01(\x0b\x32\x1d.octavo.v1.LoadAdapterRequestH\x00\x12\x39\n\x0eunload_adapter\x18\x06 \x01(\x0b\x32\x1f.octavo.v1.UnloadAdapterRequestH\x00\x42\x06\n\x04kind\"\x0c\n\nBeginLease\"\n\n\x08\x45ndGroup\"Q\n\x0bStageAnswer\x12\x15\n\rtoken_ids_i32\x18\x01 \x01(\x0c\x12+\n\x07outputs\x18\x02 \x01(\x0b\x32\x1a.octavo.v1.SequenceOutputs\"\xce\x01\n\x0cRankIdentity\x12\x16\n\x0eoctavo_version\x18\x01 \x01(\t\x12\x15\n\rtorch_version\x18\x02 \x01(\t\x12\x12\n\nmodel_hash\x18\x03 \x01(\t\x12\x37\n\x08settings\x18\x04 \x03(\x0b\x32%.octavo.v1.RankIdentity.SettingsEntry\x12\x11\n\tprocessor\x18\x05 \x01(\t\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"e\n\tRankSizes\x12\x19\n\x11num_device_blocks\x18\x01 \x01(\r\x12\x17\n\x0fnum_host_blocks\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\r\n\x05\x65rror\x18\x04 \x01(\t\"\x1c\n\x0bRankAdapter\x12\r\n\x05\x65rror\x18\x01 \x01(\t\"7\n\nRankGraphs\x12\x13\n\x0b\x62\x61tch_sizes\x18\x01 \x03(\r\x12\x14\n\x0ctoken_counts\x18\x02 \x03(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/ranks.proto\x12\toctavo.v1\x1a\x13protos/worker.proto\"\xeb\x02\n\x0bRankCommand\x12\x32\n\ninitialize\x18\x01 \x01(\x0b\x32\x1c.octavo.v1.InitializeRequestH\x00\x12,\n\x0b\x62\x65gin_lease\x18\x02 \x01(\x0b\x32\x15.octavo.v1.BeginLeaseH\x00\x12\x1f\n\x04step\x18\x03 \x01(\x0b\x32\x0f.octavo.v1.StepH\x00\x12(\n\tend_group\x18\x04 \x01(\x0b\x32\x13.octavo.v1.EndGroupH\x00\x12\x35\n\x0cload_adapter\x18\x05 \x01(\x0b\x32\x1d.octavo.v1.LoadAdapterRequestH\x00\x12\x39\n\x0eunload_adapter\x18\x06 \x01(\x0b\x32\x1f.octavo.v1.UnloadAdapterRequestH\x00\x12\x35\n\x0cread_adapter\x18\x07 \x01(\x0b\x32\x1d.octavo.v1.LoadAdapterRequestH\x00\x42\x06\n\x04kind\"\x0c\n\nBeginLease\"\n\n\x08\x45ndGroup\"Q\n\x0bStageAnswer\x12\x15\n\rtoken_ids_i32\x18\x01 \x01(\x0c\x12+\n\x07outputs\x18\x02 \x01(\x0b\x32\x1a.octavo.v1.SequenceOutputs\"\xce\x01\n\x0cRankIdentity\x12\x16\n\x0eoctavo_version\x18\x01 \x01(\t\x12\x15\n\rtorch_version\x18\x02 \x01(\t\x12\x12\n\nmodel_hash\x18\x03 \x01(\t\x12\x37\n\x08settings\x18\x04 \x03(\x0b\x32%.octavo.v1.RankIdentity.SettingsEntry\x12\x11\n\tprocessor\x18\x05 \x01(\t\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"e\n\tRankSizes\x12\x19\n\x11num_device_blocks\x18\x01 \x01(\r\x12\x17\n\x0fnum_host_blocks\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\r\n\x05\x65rror\x18\x04 \x01(\t\",\n\x0bRankAdapter\x12\r\n\x05\x65rror\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"7\n\nRankGraphs\x12\x13\n\x0b\x62\x61tch_sizes\x18\x01 \x03(\r\x12\x14\n\x0ctoken_counts\x18\x02 \x03(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,21 +35,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RANKIDENTITY_SETTINGSENTRY']._loaded_options = None
   _globals['_RANKIDENTITY_SETTINGSENTRY']._serialized_options = b'8\001'
   _globals['_RANKCOMMAND']._serialized_start=55
-  _globals['_RANKCOMMAND']._serialized_end=363
-  _globals['_BEGINLEASE']._serialized_start=365
-  _globals['_BEGINLEASE']._serialized_end=377
-  _globals['_ENDGROUP']._serialized_start=379
-  _globals['_ENDGROUP']._serialized_end=389
-  _globals['_STAGEANSWER']._serialized_start=391
-  _globals['_STAGEANSWER']._serialized_end=472
-  _globals['_RANKIDENTITY']._serialized_start=475
-  _globals['_RANKIDENTITY']._serialized_end=681
-  _globals['_RANKIDENTITY_SETTINGSENTRY']._serialized_start=634
-  _globals['_RANKIDENTITY_SETTINGSENTRY']._serialized_end=681
-  _globals['_RANKSIZES']._serialized_start=683
-  _globals['_RANKSIZES']._serialized_end=784
-  _globals['_RANKADAPTER']._serialized_start=786
-  _globals['_RANKADAPTER']._serialized_end=814
-  _globals['_RANKGRAPHS']._serialized_start=816
-  _globals['_RANKGRAPHS']._serialized_end=871
+  _globals['_RANKCOMMAND']._serialized_end=418
+  _globals['_BEGINLEASE']._serialized_start=420
+  _globals['_BEGINLEASE']._serialized_end=432
+  _globals['_ENDGROUP']._serialized_start=434
+  _globals['_ENDGROUP']._serialized_end=444
+  _globals['_STAGEANSWER']._serialized_start=446
+  _globals['_STAGEANSWER']._serialized_end=527
+  _globals['_RANKIDENTITY']._serialized_start=530
+  _globals['_RANKIDENTITY']._serialized_end=736
+  _globals['_RANKIDENTITY_SETTINGSENTRY']._serialized_start=689
+  _globals['_RANKIDENTITY_SETTINGSENTRY']._serialized_end=736
+  _globals['_RANKSIZES']._serialized_start=738
+  _globals['_RANKSIZES']._serialized_end=839
+  _globals['_RANKADAPTER']._serialized_start=841
+  _globals['_RANKADAPTER']._serialized_end=885
+  _globals['_RANKGRAPHS']._serialized_start=887
+  _globals['_RANKGRAPHS']._serialized_end=942
 # @@protoc_insertion_point(module_scope)

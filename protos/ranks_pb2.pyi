@@ -8,20 +8,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RankCommand(_message.Message):
-    __slots__ = ("initialize", "begin_lease", "step", "end_group", "load_adapter", "unload_adapter")
+    __slots__ = ("initialize", "begin_lease", "step", "end_group", "load_adapter", "unload_adapter", "read_adapter")
     INITIALIZE_FIELD_NUMBER: _ClassVar[int]
     BEGIN_LEASE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     END_GROUP_FIELD_NUMBER: _ClassVar[int]
     LOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     UNLOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    READ_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     initialize: _worker_pb2.InitializeRequest
     begin_lease: BeginLease
     step: _worker_pb2.Step
     end_group: EndGroup
     load_adapter: _worker_pb2.LoadAdapterRequest
     unload_adapter: _worker_pb2.UnloadAdapterRequest
-    def __init__(self, initialize: _Optional[_Union[_worker_pb2.InitializeRequest, _Mapping]] = ..., begin_lease: _Optional[_Union[BeginLease, _Mapping]] = ..., step: _Optional[_Union[_worker_pb2.Step, _Mapping]] = ..., end_group: _Optional[_Union[EndGroup, _Mapping]] = ..., load_adapter: _Optional[_Union[_worker_pb2.LoadAdapterRequest, _Mapping]] = ..., unload_adapter: _Optional[_Union[_worker_pb2.UnloadAdapterRequest, _Mapping]] = ...) -> None: ...
+    read_adapter: _worker_pb2.LoadAdapterRequest
+    def __init__(self, initialize: _Optional[_Union[_worker_pb2.InitializeRequest, _Mapping]] = ..., begin_lease: _Optional[_Union[BeginLease, _Mapping]] = ..., step: _Optional[_Union[_worker_pb2.Step, _Mapping]] = ..., end_group: _Optional[_Union[EndGroup, _Mapping]] = ..., load_adapter: _Optional[_Union[_worker_pb2.LoadAdapterRequest, _Mapping]] = ..., unload_adapter: _Optional[_Union[_worker_pb2.UnloadAdapterRequest, _Mapping]] = ..., read_adapter: _Optional[_Union[_worker_pb2.LoadAdapterRequest, _Mapping]] = ...) -> None: ...
 
 class BeginLease(_message.Message):
     __slots__ = ()
@@ -73,10 +75,12 @@ class RankSizes(_message.Message):
     def __init__(self, num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class RankAdapter(_message.Message):
-    __slots__ = ("error",)
+    __slots__ = ("error", "digest")
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     error: str
-    def __init__(self, error: _Optional[str] = ...) -> None: ...
+    digest: bytes
+    def __init__(self, error: _Optional[str] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class RankGraphs(_message.Message):
     __slots__ = ("batch_sizes", "token_counts")

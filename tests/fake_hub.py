@@ -18,7 +18,8 @@ class FakeHub:
     """`add` repositories; calls are listed in `requests`: method, path, Range header.
 
     `breaks_off`: file names of which the connection is lost halfway, once each. `damaged`: come with wrong bytes.
-    `gated`: repositories for those with TOKEN. `may_answer`: cleared, nobody gets an answer.
+    `unavailable`: are refused with status 503. `gated`: repositories for those with TOKEN. `may_answer`: cleared,
+    nobody gets an answer.
     """
 
     def __init__(self) -> None:
@@ -26,6 +27,7 @@ class FakeHub:
         self.refs: dict[str, dict[str, str]] = {}  # repo -> branch -> commit
         self.breaks_off: set[str] = set()
         self.damaged: set[str] = set()
+        self.unavailable: set[str] = set()
         self.gated: set[str] = set()
         self.requests: list[tuple[str, str, str]] = []
         self.may_answer = threading.Event()
@@ -97,6 +99,8 @@ class FakeHub:
             name = "/".join(rest[1:])
             if name not in files:
                 return _refuse(handler, 404, "EntryNotFound", "Entry not found")
+            if name in self.unavailable and handler.command == "GET":
+                return _refuse(handler, 503, "", "Service Unavailable")
             self._send_file(handler, name, files[name], commit)
 
     def _send_file(self, handler: BaseHTTPRequestHandler, name: str, data: bytes, commit: str) -> None:

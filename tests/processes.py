@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import subprocess
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,13 @@ def run_script(path: Path) -> None:
     Unlike `runpy`, this leaves the main module alone, which every process that is forked would run again.
     """
     exec(compile(path.read_text(encoding="utf-8"), path, "exec"), {"__name__": "__main__", "__file__": str(path)})
+
+
+class Unread(io.StringIO):
+    """Standard error whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
 
 
 def is_alive(process: psutil.Process) -> bool:

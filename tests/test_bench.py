@@ -190,6 +190,27 @@ def test_a_simulated_worker_draws_what_the_rows_ask_for() -> None:
     assert result.step_id == 7 and len(np.frombuffer(result.outputs.token_ids_i32, "<i4")) == 2 + 0 + 1 + 3
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--simulated-worker", "--out", "x.json"], "--out does not go with --simulated-worker"),
+        (["--simulated-worker", "--rate", "3"], "--rate does not go with --simulated-worker"),
+        (["--simulated-worker", "--workload", "W1"], "--workload does not go with --simulated-worker"),
+        (["--simulated-worker", "--tls"], "--tls does not go with --simulated-worker"),
+        (["--simulated-worker", "--address", "127.0.0.1:1"], "--address does not go with --simulated-worker"),
+        (["--seconds", "3"], "--seconds goes with --simulated-worker"),
+        (["--step-ms", "3"], "--step-ms goes with --simulated-worker"),
+        (["--frontends", "3"], "--frontends goes with --simulated-worker"),
+        (["--stream-interval-ms", "3"], "--stream-interval-ms goes with --simulated-worker"),
+    ],
+)
+def test_options_of_another_load_are_usage_errors(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "serve", *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_wrong_numbers_of_streams_are_usage_errors() -> None:
     for text in ("0", "1,x", ""):
         with pytest.raises(SystemExit) as raised:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.shared.processes.child_output import ChildOutput, Screen, environment
+from tests.processes import Unread
 
 
 @pytest.fixture
@@ -36,6 +37,14 @@ def test_no_line_is_kept_for_ever(capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(100):
         output.take(b"x" * 4096)
     assert len(output.last_line) < 100_000 and len(capsys.readouterr().err) > 200_000
+
+
+def test_what_nobody_reads_any_more_is_taken_all_the_same(terminal: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", Unread())
+    output = ChildOutput(Screen())
+    output.take(b"\rloading 10%\x1b[K")
+    output.take(b"\r\x1b[Kx\n")
+    assert output.last_line == "x"
 
 
 def test_a_log_file_gets_no_bar(capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,3 +165,16 @@ def test_errors_have_the_statuses_that_the_page_of_serving_says() -> None:
     rows = re.findall(r"^\| ([A-Z_]+) \| (\d+) \|", PAGES["docs/serving.md"], flags=re.MULTILINE)
     refused = [(name, http_error(RequestFailed(grpc.StatusCode[name], ""), {}).status) for name, _ in rows]
     assert refused == [(name, int(status)) for name, status in rows] != []
+
+
+def test_errors_have_the_statuses_and_codes_that_the_page_of_the_gateway_says() -> None:
+    table = PAGES["docs/openai.md"].split("\n## Errors\n")[1].split("\n## ")[0]
+    said = {
+        int(status): {word.strip("`") for word in codes.split(", ")}
+        for status, codes in re.findall(r"^\| (\d+) \| ([^|]+) \|", table, flags=re.MULTILINE)
+    }
+    failures = [RequestFailed(code, "") for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
+    for words in ("Received message larger than max", "received metadata size exceeds hard limit"):
+        failures.append(RequestFailed(grpc.StatusCode.RESOURCE_EXHAUSTED, words))
+    for error in [http_error(failure, {}) for failure in failures]:
+        assert (error.code or "none") in said[error.status], (error.status, error.code)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 from typing import Any
 
 import pytest
 
-from octavo.embedded.options import read_options
+from octavo import EngineArgs
+from octavo.embedded.options import NOT_EMBEDDED, read_options
 from octavo.shared.options import OptionError
+from scheduler_svc.config import SchedulerConfig
+from worker_svc.config import WorkerConfig
 
 
 def test_each_part_gets_its_own_and_both_what_both_have() -> None:
@@ -66,6 +71,16 @@ def test_a_model_has_a_name() -> None:
         ({"max_num_sequences": 3}, "no option is called max_num_sequences; did you mean max_num_seqs?"),
         ({"xyzzy": 3}, "no option is called xyzzy"),
         ({"port": 3}, "port: an LLM starts a worker of its own"),
+        ({"token_file": "t"}, "token_file: an LLM starts a worker of its own"),
+        ({"tls_cert_file": "c.pem", "tls_key_file": "k.pem"}, "tls_cert_file: an LLM starts a worker of its own"),
+        ({"worker_token_file": "t"}, "worker_token_file: an LLM starts a worker of its own"),
+        ({"control_port": 3}, "control_port: an LLM starts a worker of its own"),
+        ({"keys_file": "keys.yaml"}, "keys_file: an LLM starts a worker of its own"),
+        ({"jwt_jwks_url": "https://issuer"}, "jwt_jwks_url: an LLM starts a worker of its own"),
+        ({"insecure": True}, "insecure: an LLM starts a worker of its own"),
+        ({"max_connections": 3}, "max_connections: an LLM starts a worker of its own"),
+        ({"drain_timeout": 3}, "drain_timeout: an LLM starts a worker of its own"),
+        ({"worker_quota": 0}, "worker_quota: an LLM starts a worker of its own"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0, at least 1 is accepted"),
         ({"data_parallel_size": 2}, "data_parallel_size: got 2; the ranks of a worker share one copy of "),
     ],
@@ -75,3 +90,17 @@ def test_wrong_ones_are_named_in_one_line(options: dict[str, Any], message: str)
     with pytest.raises(OptionError) as raised:
         read_options("tiny", options)
     assert str(raised.value).startswith(message) and "\n" not in str(raised.value)
+
+
+def test_what_locks_a_server_is_for_no_llm() -> None:
+    groups = {field.name: field.metadata["group"] for cls in (WorkerConfig, SchedulerConfig)
+              for field in dataclasses.fields(cls)}  # fmt: skip
+    assert {name for name, group in groups.items() if group == "access"} <= NOT_EMBEDDED <= groups.keys()
+
+
+@pytest.mark.parametrize("name", ["OCTAVO_PORT", "OCTAVO_TOKEN_FILE"])
+def test_a_variable_of_a_server_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "1")
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    with pytest.raises(OptionError, match=f"{name}: no option of this command has that name"):
+        EngineArgs.from_cli_args(parser.parse_args([]))

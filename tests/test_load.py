@@ -438,6 +438,7 @@ def test_other_files_are_not_compared(tmp_path: Path, text: str, capsys: pytest.
         ["--shared-tokens", "4"],
         ["--prompt-tokens", "4", "--sharegpt", "x.json"],
         ["--speedup", "2"],
+        ["--url", "http://127.0.0.1:1/v1", "--tls-ca-file", "ca.pem"],
     ],
 )
 def test_contradictions_are_usage_errors(flags: list[str]) -> None:

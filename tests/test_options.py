@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway_svc.config import GatewayConfig
 from octavo.shared.command_line import Parser, listed
 from octavo.shared.options import (
     COMMON,
@@ -162,6 +163,14 @@ def test_bad_keys_are_named_with_their_file(yaml: str, message: str, tmp_path: P
 
 def test_the_cache_folder_is_no_option_and_disturbs_none() -> None:
     assert read(environ={"OCTAVO_CACHE": "/x"}) == Engine()
+
+
+def test_how_long_clients_wait_is_no_option_but_of_the_gateway() -> None:
+    environ = {"OCTAVO_RETRY_WINDOW": "5"}
+    assert read(environ=environ) == Engine() and environment_without_options(environ) == {}
+    parser = Parser(prog="octavo gateway")
+    add_arguments(parser, GatewayConfig)
+    assert from_namespace(GatewayConfig, parser.parse_args([]), environ).retry_window == 5
 
 
 def test_one_command_takes_the_options_of_two_services(tmp_path: Path) -> None:

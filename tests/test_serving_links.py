@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +17,10 @@ from octavo.serving.plan import PlanError, ServeConfig, plan
 from octavo.shared.ports import free_port
 from octavo.shared.processes.supervisor import Child
 from scheduler_svc.config import SchedulerConfig
+from tests.processes import started
 from worker_svc.config import WorkerConfig
 
+ROOT = Path(__file__).parents[1]
 TLS: dict[str, Any] = {"tls_cert_file": Path("c.pem"), "tls_key_file": Path("k.pem")}
 
 
@@ -86,3 +92,21 @@ def test_the_folder_is_for_this_user_and_gone_at_the_end() -> None:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         (folder / "a").touch()
     assert not folder.exists()
+
+
+def test_the_folder_is_gone_after_a_sigterm_that_nobody_else_hears(tmp_path: Path) -> None:
+    """As while a model is downloaded."""
+    program = """if True:
+        import time
+        from octavo.serving.links import private_folder
+        with private_folder():
+            print("made", flush=True)
+            time.sleep(600)
+    """
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    with started([sys.executable, "-c", program], cwd=ROOT, env=environ, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"made\n"
+        assert len(list(tmp_path.iterdir())) == 1
+        process.terminate()
+        assert process.wait(30) == -signal.SIGTERM
+    assert not any(tmp_path.iterdir())

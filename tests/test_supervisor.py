@@ -20,7 +20,7 @@ import pytest
 from octavo.serving import plan as serving_plan
 from octavo.shared.processes import supervisor as shared
 from octavo.shared.processes.supervisor import Child, Supervisor
-from tests.processes import is_alive
+from tests.processes import Unread, is_alive
 
 ROOT = Path(__file__).parents[1]
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -168,6 +168,14 @@ async def test_the_end_of_an_essential_child_ends_all(tmp_path: Path, capfd: pyt
     said = "".join(capfd.readouterr())
     assert "scheduler" in said and "SIGKILL" in said
     assert supervisor.reason == "the scheduler was ended by SIGKILL, as the system does when memory runs out"
+
+
+async def test_a_child_that_says_much_does_not_wait_for_a_reader_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of our standard error, as after its terminal was closed."""
+    monkeypatch.setattr("sys.stderr", Unread())
+    much = [sys.executable, "-c", "import sys; sys.stderr.write('a line of a log\\n' * (1 << 16))"]
+    async with asyncio.timeout(30):
+        assert await Supervisor([child("scheduler", much, True)], never_ready).run(lambda _: None) == 0
 
 
 async def test_an_essential_child_that_ends_well_ends_all_well(

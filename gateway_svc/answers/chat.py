@@ -53,7 +53,7 @@ class ChatAnswer:
         if reason:
             check(delta)
         content = f'"content":{quoted(delta.text)}' if delta.text or not reason else ""
-        logprobs = self._logprobs(delta) if delta.logprobs else "null"
+        logprobs = "".join(self._logprobs(delta)) if delta.logprobs else "null"
         finish = quoted(FINISH_REASONS[reason]) if reason else "null"
         return event(
             f'{self._head},"choices":[{{"index":{delta.index},"delta":{{{content}}},"logprobs":{logprobs},'
@@ -65,8 +65,10 @@ class ChatAnswer:
         more = f',"stop_reason":{text_of(reason)}' if reason is not None else ""
         return f'{more},"token_ids":{token_ids(delta.token_ids)}' if self._asked.returns_token_ids else more
 
-    def _logprobs(self, delta: pb.OutputDelta) -> str:
-        return f'{{"content":{chat_entries(delta.logprobs, self._asked.tokens_as_ids)},"refusal":null}}'
+    def _logprobs(self, delta: pb.OutputDelta) -> Iterator[str]:
+        yield '{"content":'
+        yield from chat_entries(delta.logprobs, self._asked.tokens_as_ids)
+        yield ',"refusal":null}'
 
     def end(self) -> bytes:
         """The usage where it was asked for, and the end."""
@@ -83,16 +85,15 @@ class ChatAnswer:
         (found,) = gathered
         yield f'{_head(self._asked, "chat.completion", found.model, found.fingerprint)},"choices":['
         for index, delta in sorted(found.outputs.items()):
-            logprobs = self._logprobs(delta) if self._asked.num_top is not None else "null"
             yield "," if index else ""
-            yield (
-                f'{{"index":{index},"message":{{"role":"assistant","content":{quoted(delta.text)},"refusal":null}},'
-                f'"logprobs":{logprobs},"finish_reason":{quoted(FINISH_REASONS[delta.finish_reason])}'
-                f"{self._extras(delta)}}}"
-            )
+            message = f'"message":{{"role":"assistant","content":{quoted(delta.text)},"refusal":null}}'
+            yield f'{{"index":{index},{message},"logprobs":'
+            yield from self._logprobs(delta) if self._asked.num_top is not None else iter(("null",))
+            yield f',"finish_reason":{quoted(FINISH_REASONS[delta.finish_reason])}{self._extras(delta)}}}'
         yield f'],"usage":{text_of(usage_of([found.usage]))}'
         if self._asked.returns_prompt_logprobs:
-            yield f',"prompt_logprobs":{prompt_entries(found.prompt_logprobs)}'
+            yield ',"prompt_logprobs":'
+            yield from prompt_entries(found.prompt_logprobs)
         if self._asked.returns_token_ids:
             yield f',"prompt_token_ids":{token_ids(found.prompt_token_ids)}'
         yield "}"

@@ -60,31 +60,38 @@ class CompletionAnswer:
             ).encode("ascii")
         if reason:
             check(delta)
-        choice = self._choice(prompt, index, delta, self._prompt_logprobs.get(prompt, ()) if is_first else ())
+        of_prompt = self._prompt_logprobs.get(prompt, ()) if is_first else ()
+        choice = "".join(self._choice(prompt, index, delta, of_prompt))
         if is_first:
             self._begun.add(index)
         return event(f'{self._head},"choices":[{choice}]{self._tail}')
 
-    def _choice(self, prompt: int, index: int, delta: pb.OutputDelta, of_prompt: Sequence[pb.TokenLogprobs]) -> str:
-        """Of a part, or of a whole output."""
+    def _choice(
+        self, prompt: int, index: int, delta: pb.OutputDelta, of_prompt: Sequence[pb.TokenLogprobs]
+    ) -> Iterator[str]:
+        """Of a part, or of a whole output, in parts of its JSON."""
         asked, reason = self._asked, delta.finish_reason
         text = delta.text if asked.shows_output else ""
         if asked.echoes and index not in self._begun:
             text = self._prompts[prompt] + text
-        logprobs = "null"
-        if asked.num_top is not None:
-            shown = [*of_prompt, *(delta.logprobs if asked.shows_output else ())]
-            logprobs = self._logprobs_of(prompt, index).part(shown, self._first_token(prompt))
+        yield f'{{"index":{index},"text":{quoted(text)},"logprobs":'
+        if asked.num_top is None:
+            yield "null"
+        else:
+            shown = [*(of_prompt if asked.echoes else ()), *(delta.logprobs if asked.shows_output else ())]
+            yield from self._logprobs_of(prompt, index).part(shown, text, self._first_token(prompt))
         finish = quoted(FINISH_REASONS[reason]) if reason else "null"
-        return f'{{"index":{index},"text":{quoted(text)},"logprobs":{logprobs},"finish_reason":{finish}' + (
-            f"{self._extras(prompt, index, delta)}}}"
-        )
+        yield f',"finish_reason":{finish}{self._extras(prompt, index, delta)}'
+        if asked.returns_prompt_logprobs:
+            yield ',"prompt_logprobs":'
+            yield from prompt_entries(of_prompt)
+        yield "}"
 
     def _extras(self, prompt: int, index: int, delta: pb.OutputDelta) -> str:
-        reason = stop_reason(delta)
+        reason = stop_reason(delta) if self._asked.shows_output else None
         more = f',"stop_reason":{text_of(reason)}' if reason is not None else ""
         if self._asked.returns_token_ids:
-            more += f',"token_ids":{token_ids(delta.token_ids)}'
+            more += f',"token_ids":{token_ids(delta.token_ids if self._asked.shows_output else ())}'
             if index not in self._begun and self._prompt_ids:
                 self._begun.add(index)
                 more += f',"prompt_token_ids":{token_ids(self._prompt_ids[prompt])}'
@@ -117,10 +124,7 @@ class CompletionAnswer:
             for output, delta in sorted(found.outputs.items()):
                 index = prompt * self._asked.num_outputs + output
                 yield "," if index else ""
-                choice = self._choice(prompt, index, delta, found.prompt_logprobs if self._asked.echoes else ())
-                if self._asked.returns_prompt_logprobs:
-                    choice = f'{choice[:-1]},"prompt_logprobs":{prompt_entries(found.prompt_logprobs)}}}'
-                yield choice
+                yield from self._choice(prompt, index, delta, found.prompt_logprobs)
         usage = usage_of((found.usage for found in gathered), self._asked.shows_output)
         yield f'],"usage":{text_of(usage)}}}'
 

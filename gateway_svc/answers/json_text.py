@@ -6,14 +6,15 @@ All of it is ASCII: who reads lines of an event stream as text may take U+2028 o
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from json.encoder import encode_basestring_ascii as quoted  # of CPython, in C
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["LOWEST_LOGPROB", "event", "logprob", "quoted", "text_of", "token_ids"]
+__all__ = ["LOWEST_LOGPROB", "array", "event", "logprob", "quoted", "text_of", "token_ids"]
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI writes this for what is all but impossible
 DONE = b"data: [DONE]\n\n"
+T = TypeVar("T")
 
 
 def text_of(value: Any) -> str:
@@ -30,6 +31,16 @@ def event(data: str, kind: str = "") -> bytes:
 def logprob(value: float) -> str:
     """A number of JSON, whatever a model gives."""
     return repr(value) if value > LOWEST_LOGPROB else repr(LOWEST_LOGPROB)  # also for what is no number
+
+
+def array(entries: Iterable[T], write: Callable[[T], str]) -> Iterator[str]:
+    """A list in parts, each made when it is taken. `write` gives the JSON of an entry."""
+    comma = ""
+    yield "["
+    for entry in entries:
+        yield comma + write(entry)
+        comma = ","
+    yield "]"
 
 
 def token_ids(ids: Iterable[int]) -> str:

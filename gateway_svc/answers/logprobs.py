@@ -1,18 +1,19 @@
-"""Logprobs in the shapes of chats, completions and responses, as JSON."""
+"""Logprobs in the shapes of chats, completions and responses, as JSON in parts: a long prompt has many of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from gateway_svc.answers.json_text import logprob, quoted
+from gateway_svc.answers.json_text import array, logprob, quoted
+from gateway_svc.answers.text_places import TextPlaces
 from protos import inference_pb2 as pb
 
 _NOT_TEXT = "\N{REPLACEMENT CHARACTER}"  # where a token is a part of a character
 
 
-def chat_entries(entries: Iterable[pb.TokenLogprobs], as_ids: bool = False) -> str:
+def chat_entries(entries: Iterable[pb.TokenLogprobs], as_ids: bool = False) -> Iterator[str]:
     """A list, an entry a token, as `logprobs.content` of a chat and `logprobs` of a response's text."""
-    return f"[{','.join(_chat_entry(entry, as_ids) for entry in entries)}]"
+    return array(entries, lambda entry: _chat_entry(entry, as_ids))
 
 
 def _chat_entry(entry: pb.TokenLogprobs, as_ids: bool) -> str:
@@ -35,46 +36,48 @@ def name_of(entry: pb.Logprob, as_ids: bool) -> str:
 
 
 class CompletionLogprobs:
-    """Of one output of a completion, whose offsets go on from one part to the next.
+    """Of one output of a completion, whose offsets go on from one part to the next."""
 
-    Args:
-        offset: characters before the first token.
-    """
+    def __init__(self, as_ids: bool = False) -> None:
+        self._as_ids, self._places = as_ids, TextPlaces()
 
-    def __init__(self, as_ids: bool = False, offset: int = 0) -> None:
-        self._as_ids, self._offset = as_ids, offset
+    def part(self, entries: Sequence[pb.TokenLogprobs], text: str, first_text: str = "") -> Iterator[str]:
+        """Four lists, an entry a token. A prompt's first token has no probability.
 
-    def part(self, entries: Sequence[pb.TokenLogprobs], first_text: str = "") -> str:
-        """Four lists, an entry a token. `first_text`: of a prompt's first token, which has no probability."""
-        tokens, logprobs, tops, offsets = [], [], [], []
-        for entry in entries:
-            offsets.append(str(self._offset))
-            if not entry.HasField("token"):
-                tokens.append(quoted(first_text))
-                logprobs.append("null")
-                tops.append("null")
-                self._offset += len(first_text)
-                continue
-            tokens.append(quoted(name_of(entry.token, self._as_ids)))
-            logprobs.append(logprob(entry.token.logprob))
-            tops.append(self._top(entry))
-            self._offset += len(entry.token.text)
-        return (
-            f'{{"tokens":[{",".join(tokens)}],"token_logprobs":[{",".join(logprobs)}],'
-            f'"top_logprobs":[{",".join(tops)}],"text_offset":[{",".join(offsets)}]}}'
-        )
+        Args:
+            text: what this part shows.
+            first_text: of the prompt's first token.
+        """
+
+        def place(entry: pb.TokenLogprobs) -> str:
+            return str(self._places.next(entry.token.text if entry.HasField("token") else first_text))
+
+        self._places.add(text)
+        yield '{"tokens":'
+        yield from array(entries, lambda entry: quoted(self._name(entry, first_text)))
+        yield ',"token_logprobs":'
+        yield from array(entries, lambda entry: logprob(entry.token.logprob) if entry.HasField("token") else "null")
+        yield ',"top_logprobs":'
+        yield from array(entries, lambda entry: self._top(entry) if entry.HasField("token") else "null")
+        yield ',"text_offset":'
+        yield from array(entries, place)
+        yield "}"
+
+    def _name(self, entry: pb.TokenLogprobs, first_text: str) -> str:
+        return name_of(entry.token, self._as_ids) if entry.HasField("token") else first_text
 
     def _top(self, entry: pb.TokenLogprobs) -> str:
-        """The most likely tokens, and the one that was drawn; of two with one text the likelier."""
+        """The most likely tokens, and the one that was drawn; of others with one text the likeliest."""
         found: dict[str, float] = {}
-        for each in (*entry.top, entry.token):
+        for each in entry.top:
             found.setdefault(name_of(each, self._as_ids), each.logprob)
+        found[name_of(entry.token, self._as_ids)] = entry.token.logprob
         return "{" + ",".join(f"{quoted(name)}:{logprob(value)}" for name, value in found.items()) + "}"
 
 
-def prompt_entries(entries: Iterable[pb.TokenLogprobs]) -> str:
+def prompt_entries(entries: Iterable[pb.TokenLogprobs]) -> Iterator[str]:
     """vLLM's `prompt_logprobs`: a token id to what is known of it, at each position; null for the first."""
-    return f"[{','.join(map(_prompt_entry, entries))}]"
+    return array(entries, _prompt_entry)
 
 
 def _prompt_entry(entry: pb.TokenLogprobs) -> str:

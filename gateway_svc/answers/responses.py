@@ -58,7 +58,7 @@ class ResponseAnswer:
         if not (delta.text or delta.logprobs):
             return b""
         self._text.append(delta.text)
-        entries = chat_entries(delta.logprobs) if delta.logprobs else "[]"
+        entries = "".join(chat_entries(delta.logprobs)) if delta.logprobs else "[]"
         if delta.logprobs:
             self._logprobs.append(entries[1:-1])
         data = f'{self._where()},"delta":{quoted(delta.text)},"logprobs":{entries}'
@@ -95,8 +95,15 @@ class ResponseAnswer:
         self._model = found.model
         delta = found.outputs[0]
         status = _status(delta.finish_reason)
-        part = _part_json(delta.text, chat_entries(delta.logprobs), self._asked.num_top)
-        yield self._response_json(status, self._item_json(status, part), found.usage)
+        part = _part_json(delta.text, "[]", self._asked.num_top)
+        response = self._response_json(status, self._item_json(status, part), found.usage)
+        if self._asked.num_top is None:
+            yield response
+            return
+        end = "[]}]}]}"  # of logprobs, part, item and response: each of them is last in the next
+        yield response.removesuffix(end)
+        yield from chat_entries(delta.logprobs)
+        yield end.removeprefix("[]")
 
     def _event(self, kind: str, data: str) -> bytes:
         number = self._number
@@ -126,7 +133,7 @@ class ResponseAnswer:
             "max_output_tokens": given.get("max_output_tokens"),
             "metadata": given.get("metadata") or {},
             "model": self._model,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": _or(given.get("parallel_tool_calls"), True),
             "previous_response_id": None,
             "prompt_cache_key": given.get("prompt_cache_key"),
             "reasoning": None,
@@ -135,7 +142,7 @@ class ResponseAnswer:
             "store": False,
             "temperature": _or(given.get("temperature"), 1.0),
             "text": given["text"],
-            "tool_choice": "auto",
+            "tool_choice": _or(given.get("tool_choice"), "auto"),
             "tools": [],
             "top_logprobs": self._asked.num_top or 0,
             "top_p": _or(given.get("top_p"), 1.0),
@@ -150,7 +157,7 @@ class ResponseAnswer:
         return f"{text_of(response)[:-3]}[{item}]}}"  # the list is last
 
 
-def _or(value: Any, default: float) -> Any:
+def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 

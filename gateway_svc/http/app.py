@@ -21,7 +21,8 @@ from gateway_svc.config import GatewayConfig
 from gateway_svc.errors import HttpError
 from gateway_svc.http import asking
 from gateway_svc.http.asking import AskingEndpoint
-from gateway_svc.http.generating import Generating, Service
+from gateway_svc.http.callers import LocalPages
+from gateway_svc.http.generating import REQUEST_ID, Generating, Service
 from gateway_svc.http.live_endpoint import PATH as LIVE
 from gateway_svc.http.live_endpoint import WITHHOLD, LiveEndpoint, withholding
 from gateway_svc.http.page_files import page_routes
@@ -45,10 +46,19 @@ _ASKING = {
     "/version": ("GET", asking.version),
 }
 _UPDATING = {"/v1/load_lora_adapter": asking.load_adapter, "/v1/unload_lora_adapter": asking.unload_adapter}
+# Of answers, what a page of another origin may read as well: OpenAI's client tries again by them.
+_EXPOSED = (
+    REQUEST_ID,
+    "retry-after",
+    "retry-after-ms",
+    "x-should-retry",
+    *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
+)
 
 
 def new_app(service: Service, config: GatewayConfig) -> Starlette:
     """With the paths that the options ask for."""
+    is_local = is_loopback(config.host)
     routes: list[BaseRoute] = [
         Route(path, Generating(path, service, read, answer), methods=["POST"])
         for path, (read, answer) in _GENERATING.items()
@@ -60,23 +70,26 @@ def new_app(service: Service, config: GatewayConfig) -> Starlette:
     if config.page:
         routes += page_routes(live_panel=config.live_panel)
     if config.live_panel:
-        local = is_loopback(config.host)
-        routes.append(Route(LIVE, LiveEndpoint(service, is_local=local), methods=["GET"]))
+        routes.append(Route(LIVE, LiveEndpoint(service, is_local=is_local), methods=["GET"]))
         if config.demo:
             routes.append(
-                Route(WITHHOLD, AskingEndpoint(WITHHOLD, service, withholding(is_local=local)), methods=["POST"])
+                Route(WITHHOLD, AskingEndpoint(WITHHOLD, service, withholding(is_local=is_local)), methods=["POST"])
             )
     if config.lora_updates:
         for path, ask in _UPDATING.items():
             routes.append(Route(path, AskingEndpoint(path, service, ask), methods=["POST"]))
-    middleware = []
+    middleware: list[Middleware] = []
+    if is_local and "*" not in config.allow_origin:
+        middleware.append(Middleware(LocalPages, allowed=config.allow_origin))
     if config.allow_origin:
-        allowed = ["authorization", "content-type", "traceparent", "tracestate", "x-request-id"]
-        middleware = [
-            Middleware(
-                CORSMiddleware, allow_origins=config.allow_origin, allow_methods=["GET", "POST"], allow_headers=allowed
-            )
-        ]
+        origins = Middleware(
+            CORSMiddleware,
+            allow_origins=config.allow_origin,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],  # OpenAI's own client has a dozen, and others have theirs
+            expose_headers=_EXPOSED,
+        )
+        middleware.append(origins)
     handlers = {HTTPException: _not_found, Exception: _failed}
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False  # to a host that the request's own header names

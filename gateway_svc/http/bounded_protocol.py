@@ -1,4 +1,4 @@
-"""Connections with bounds that uvicorn does not set: their number, how long a request may come, how long none is read.
+"""Connections with bounds that uvicorn does not set: their number, what a request may have, and how long all may take.
 
 A connection that is idle makes room for one that is not. A request has to be here within a time, from its first byte
 (or the connection's begin) to the end of its body. A client that reads nothing of its answer for long is cut off.
@@ -18,7 +18,7 @@ from gateway_svc.errors import HttpError
 
 log = structlog.get_logger()
 
-MAX_HEAD_BYTES = 65_536
+MAX_HEAD_BYTES = 65_536  # also of what stands at one place of a chunked body: chunks' sizes and extensions, trailers
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 
 
@@ -49,7 +49,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(*arguments, **options)
         self._deadline: asyncio.TimerHandle | None = None  # of the request that is being read
         self._stall: asyncio.TimerHandle | None = None
-        self._num_head_bytes = 0
+        self._num_other_bytes = 0  # that came since a request, or a piece of its body, began
         self._in_head = True
         self._running: Any = None  # the cycle that is being answered; `cycle` is the last one that was read
 
@@ -76,11 +76,12 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Refuses a head that does not end, and overlooks an offer to speak another protocol."""
-        if self._in_head and self._num_head_bytes > MAX_HEAD_BYTES:
-            self.send_400_response("The head of the request is too large.")
+        """Refuses a head and trailers that do not end, and overlooks an offer to speak another protocol."""
+        if self._num_other_bytes > MAX_HEAD_BYTES:
+            what = "head of the request is" if self._in_head else "trailers of the request are"
+            self.send_400_response(f"The {what} too large.")
         if not self.transport.is_closing():
-            self._num_head_bytes += len(data)
+            self._num_other_bytes += len(data)
             super().data_received(_without_offer(data) if self._in_head else data)
 
     def send_400_response(self, msg: str) -> None:
@@ -94,18 +95,28 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
-        self._in_head, self._num_head_bytes = True, 0
+        self._in_head, self._num_other_bytes = True, 0
         if self._deadline is None:
             self._expect_request()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One of its head. Trailers are dropped: uvicorn would add them to the head, which is being answered."""
+        if self._in_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """Its head is here."""
-        self._in_head = False
+        self._in_head, self._num_other_bytes = False, 0
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of its body is here."""
+        self._num_other_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """All of it is here."""
-        self._in_head, self._num_head_bytes = True, 0
+        self._in_head, self._num_other_bytes = True, 0
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

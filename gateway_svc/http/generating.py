@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,9 +176,13 @@ class _Call:
         self._answer.learn_prompts(prompts, first_tokens)
 
     async def _text(self, request: pb.GenerateRequest, ids: Sequence[int]) -> str:
-        question = pb.DetokenizeRequest(model=request.model, token_ids=ids)
+        schedulers, question = self._service.schedulers, pb.DetokenizeRequest(model=request.model, token_ids=ids)
+
+        def ask() -> Awaitable[pb.DetokenizeResponse]:
+            return schedulers.detokenize(question, self._metadata)
+
         try:
-            return (await self._service.schedulers.detokenize(question, self._metadata)).text
+            return (await schedulers.waited_for(ask, request.request_id)).text
         except RequestFailed as failure:
             raise http_error(failure, self._asked.names) from None
 

@@ -10,9 +10,10 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from gateway_svc.errors import PERMISSION, HttpError
+from gateway_svc.errors import HttpError
 from gateway_svc.http.asking import Asking
 from gateway_svc.http.bodies import ClientGone
+from gateway_svc.http.callers import check_caller
 from gateway_svc.http.generating import Service
 from gateway_svc.http.replies import EventStream, send_error, while_connected
 from gateway_svc.requests.fields import Fields
@@ -20,7 +21,6 @@ from gateway_svc.requests.sampling import put
 from gateway_svc.upstream.statuses import http_error
 from octavo.client import Metadata
 from octavo.errors import RequestFailed
-from octavo.shared.ports import is_loopback
 from protos import inference_pb2 as pb
 
 PATH, WITHHOLD = "/live", "/live/withhold"
@@ -77,13 +77,3 @@ def withholding(*, is_local: bool) -> Asking:
         return {"num_withheld": (await service.schedulers.withhold_blocks(asked, metadata)).num_withheld}
 
     return ask
-
-
-def check_caller(headers: Headers, is_local: bool) -> None:
-    """Pages of elsewhere get nothing, whatever names they give this machine. Raises HttpError."""
-    host, origin = headers.get("host", ""), headers.get("origin")
-    if origin is not None and origin.partition("://")[2] != host:
-        raise HttpError(403, f"this is for the page of this server, not for one of {origin[:80]!r}", type=PERMISSION)
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    if is_local and not is_loopback(name):
-        raise HttpError(403, f"this is for the machine itself, which is not called {name[:80]!r}", type=PERMISSION)

@@ -29,7 +29,7 @@ _BEYOND = {
 _PROMPTS = ("messages", "prompt")  # what a scheduler calls it, before and after it is rendered
 _LOGPROBS = "message.output_text.logprobs"
 _REPEATED = ("user", "safety_identifier", "prompt_cache_key")  # by the answer, like those that are read elsewhere:
-_REPEATED_TOO = ("instructions", "temperature", "top_p", "max_output_tokens")
+_REPEATED_TOO = ("instructions", "temperature", "top_p", "max_output_tokens", "tool_choice")
 
 
 def read_response(fields: Fields) -> Asked:
@@ -37,6 +37,7 @@ def read_response(fields: Fields) -> Asked:
     names = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"} | dict.fromkeys(_PROMPTS, "input")
     settings = {name: fields.peek(name) for name in _REPEATED_TOO} | {name: fields.text(name) for name in _REPEATED}
     settings["metadata"] = _read_metadata(fields)
+    settings["parallel_tool_calls"] = fields.switch("parallel_tool_calls")
     streaming = read_streaming(fields)
     params = read_sampling(fields, names)
     put(params, "max_tokens", fields.integer("max_output_tokens"), fields, "max_output_tokens")

@@ -5,18 +5,22 @@ A scheduler that goes away is a pause: `octavo.client` holds what has come and g
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
 from gateway_svc.errors import InvalidField
 from octavo.client import AsyncClient, Metadata
-from octavo.retrying import RetryPolicy
+from octavo.errors import RequestFailed
+from octavo.retrying import Outages, RetryPolicy
 from protos import inference_pb2 as pb
 
 STREAMS_PER_CONNECTION = 512  # schedulers take 1,024 by default, and let more wait
+T = TypeVar("T")
 
 
 class Schedulers:
@@ -44,6 +48,7 @@ class Schedulers:
         self._clients: list[AsyncClient] = []
         self._num_streams: list[int] = []  # by client
         self._model_names: set[str] = set()  # as they were last asked for
+        self._asking: set[asyncio.Task[Any]] = set()  # calls that somebody waits for, or has waited for
 
     def metadata(self, headers: Iterable[tuple[bytes, bytes]]) -> Metadata:
         """Of a call with these headers, as ASGI has them. What is no text of ASCII stays behind: gRPC takes none."""
@@ -62,7 +67,7 @@ class Schedulers:
         A `model` that is an adapter's name asks for that adapter, and is the model that the answer names.
         """
         named = request.model
-        await self.find_adapter(request, metadata)
+        await self.waited_for(lambda: self.find_adapter(request, metadata), request.request_id)
         place = self._place()
         self._num_streams[place] += 1
         try:
@@ -70,6 +75,17 @@ class Schedulers:
                 yield messages if request.model == named else _of_model(messages, named)
         finally:
             self._num_streams[place] -= 1
+
+    async def waited_for(self, ask: Callable[[], Awaitable[T]], request_id: str) -> T:
+        """What `ask` gives, asked again while no scheduler answers: a question about a request waits for one as the
+        request itself does. Raises RequestFailed."""
+        outages = Outages(self._retry, request_id)
+        while True:
+            try:
+                return await ask()
+            except RequestFailed as failure:
+                delay_s = outages.delay_s(failure, time.monotonic())
+            await asyncio.sleep(delay_s)
 
     async def find_adapter(self, request: pb.GenerateRequest | pb.TokenizeRequest, metadata: Metadata) -> None:
         """Makes a request whose model is an adapter's name one of the adapter. Names of models are remembered; for any
@@ -145,10 +161,21 @@ class Schedulers:
             await client.close()
 
     async def _call(self, method: str, request: Any, metadata: Metadata, *, of_control: bool = False) -> Any:
+        """To its end, whoever has left: a scheduler cuts a connection on which many calls are given up at once."""
         client = self._clients[self._place()]
-        return await client.call(
-            lambda at: getattr(at.control if of_control else at.inference, method), request, metadata=metadata
-        )
+
+        def method_of(at: Any) -> Any:
+            return getattr(at.control if of_control else at.inference, method)
+
+        asking = asyncio.create_task(client.call(method_of, request, metadata=metadata))
+        self._asking.add(asking)
+        asking.add_done_callback(self._asked)
+        return await asyncio.shield(asking)
+
+    def _asked(self, asking: asyncio.Task[Any]) -> None:
+        self._asking.discard(asking)
+        if not asking.cancelled():
+            asking.exception()  # is told to nobody where nobody waits for it any more
 
     def _place(self) -> int:
         """The first connection with room, or one more."""

@@ -53,28 +53,28 @@ class LineReader:
             self._readline.write_history_file(self._file)
 
     def read(self) -> str | None:
-        """The next line, without spaces around it, or all lines between two `\"\"\"`; None at the end of input."""
-        line = self._line(_PROMPT)
-        if line is None or not line.startswith(_BORDER):
-            return line
-        parts = [line.removeprefix(_BORDER)]
-        while not parts[-1].endswith(_BORDER):
-            more = self._line(_MORE)
-            if more is None:
-                return None
-            parts.append(more)
-        return "\n".join(parts).removesuffix(_BORDER).strip()
-
-    def _line(self, prompt: str) -> str | None:
+        """The next line, without spaces around it, or all lines between two `\"\"\"`, the later ones as they were
+        typed; nothing where Ctrl-C has given it up; None at the end of input."""
         try:
-            return input(prompt).strip()
+            return _question()
         except EOFError:
             print()
             return None
-        except KeyboardInterrupt:  # the line is given up, as in a shell
+        except KeyboardInterrupt:  # as in a shell
             print()
             return ""
 
     def _complete(self, text: str, state: int) -> str | None:
         found = [name for name in self._names if name.startswith(text)] if text.startswith("/") else []
         return found[state] if state < len(found) else None
+
+
+def _question() -> str:
+    """Raises EOFError and KeyboardInterrupt."""
+    line = input(_PROMPT).strip()
+    if not line.startswith(_BORDER):
+        return line
+    parts = [line.removeprefix(_BORDER).lstrip()]
+    while not parts[-1].rstrip().endswith(_BORDER):
+        parts.append(input(_MORE))
+    return "\n".join(parts).rstrip().removesuffix(_BORDER).rstrip().lstrip("\n")

@@ -10,23 +10,34 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from octavo.cli import CommandError
+from octavo.shared.options import OptionError
 
 if TYPE_CHECKING:
     from octavo.outputs import CompletionOutput, RequestOutput
 
 
 def read_prompt(given: str | None) -> str | None:
-    """The argument, or all of standard input when it is `-` or a pipe; None when there is only a terminal."""
-    if given is not None and given != "-":
-        return given
+    """The argument, or all of standard input when it is `-` or a pipe; None when there is only a terminal.
+
+    Raises OptionError for bytes that are no text.
+    """
     if given is None and sys.stdin.isatty():
         return None
-    return sys.stdin.read().rstrip("\n")
+    try:
+        text = sys.stdin.read().rstrip("\n") if given is None or given == "-" else given
+        text.encode()  # what could not be read may have come as halves of surrogate pairs
+    except UnicodeError:
+        raise OptionError("the prompt is no text in UTF-8: `iconv -t UTF-8 -f ENCODING` makes it some") from None
+    return text
 
 
 def print_json(output: RequestOutput) -> int:
     """Exit code 1 where an output did not end by itself; its error is among what is printed."""
-    print(json.dumps(dataclasses.asdict(output), ensure_ascii=False))
+    value = dataclasses.asdict(output)
+    try:
+        print(json.dumps(value, ensure_ascii=False))
+    except UnicodeEncodeError:  # a terminal may not have every character
+        print(json.dumps(value))
     return int(any(each.finish_reason in ("error", "abort") for each in output.outputs))
 
 
@@ -67,10 +78,14 @@ class Answer:
         if self._last is None:
             return "no answer"
         metrics, total_s = self._last.metrics, time.monotonic() - self._started_s
-        first_s = ((metrics.first_token_ns or 0) - metrics.arrival_ns) / 1e9
-        count = metrics.num_output_tokens
+        count, taken = metrics.num_output_tokens, f"{metrics.num_prompt_tokens} tokens in"
+        first_ns = metrics.first_token_ns
+        if first_ns is None or (count > 1 and len(metrics.token_times_ns) < 2):  # all at once, as beams come
+            speed = f", {count / total_s:.1f} tokens/s" if count else ""
+            return f"{taken}, {count} out after {total_s:.2f} s{speed}"
+        first_s = (first_ns - metrics.arrival_ns) / 1e9
         speed = f", then {(count - 1) / (total_s - first_s):.1f} tokens/s" if count > 1 else ""
-        return f"{metrics.num_prompt_tokens} tokens in, {count} out; first after {first_s:.2f} s{speed}"
+        return f"{taken}, {count} out; first after {first_s:.2f} s{speed}"
 
 
 class Answers(Answer):

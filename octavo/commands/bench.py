@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING
 
 from octavo.commands.benches import bench_fleet, bench_kernels, bench_serve
 from octavo.commands.flags import connection
+from octavo.shared.options import OptionError
 
 if TYPE_CHECKING:
     from octavo.bench.figures import Figures
     from octavo.bench.workloads import Workload
 
 _DEFAULT_MODEL = "smollm2-135m-instruct"
+_OF_SIMULATION = ("seconds", "step_ms", "stream_interval_ms", "frontends")  # options of bench serve --simulated-worker
+_OF_BOTH = ("streams", "json", "simulated_worker")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         kind.add_argument("--requests-file", type=Path, metavar="FILE.jsonl", help="requests of your own instead")
         kind.add_argument("--repeat", type=int, default=1, metavar="N", help="runs after the warm-up (default: 1)")
         kind.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    serve.set_defaults(defaults={action.dest: action.default for action in serve._actions})
 
 
 def _counts(text: str) -> list[int]:
@@ -83,6 +87,8 @@ def _counts(text: str) -> list[int]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints a table or JSON; exit code 1 where a kernel fails to compile, 2 where flags contradict each other."""
+    if arguments.kind == "serve":
+        _check_kind(arguments)
     if arguments.kind == "serve" and arguments.simulated_worker:
         return _streaming(arguments)
     if arguments.kind == "steps":
@@ -103,6 +109,18 @@ def run(arguments: argparse.Namespace) -> int:
 
         print(table(rows))
     return 0
+
+
+def _check_kind(arguments: argparse.Namespace) -> None:
+    """Raises OptionError for an option of the other kind of load, which would do nothing."""
+    given = [name for name, default in arguments.defaults.items() if getattr(arguments, name, default) != default]
+    if arguments.simulated_worker:
+        others = [name for name in given if name not in _OF_SIMULATION + _OF_BOTH]
+        why = "does not go with --simulated-worker, which has a server and requests of its own"
+    else:
+        others, why = [name for name in given if name in _OF_SIMULATION], "goes with --simulated-worker"
+    if others:
+        raise OptionError(f"--{others[0].replace('_', '-')} {why}")
 
 
 def _workload(arguments: argparse.Namespace, vocab_size: int) -> Workload:

@@ -18,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The question, how to sample, and where the server is."""
     parser.add_argument("question", nargs="?", help="ask only this; without it and at a terminal: a conversation")
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
-    parser.add_argument("--stats", action="store_true", help="print tokens and speed to standard error after answers")
+    parser.add_argument(
+        "--stats", action="store_true", help="print tokens and speed to standard error after answers; not with --json"
+    )
     parser.add_argument("--json", action="store_true", help="with a question: print the answer as one object of JSON")
     parser.add_argument("--no-history", action="store_true", help="keep no file of what is typed")
     sampling.add_arguments(parser, max_tokens=512)
@@ -33,6 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     from octavo.shared.options import OptionError
 
     params = sampling.sampling_params(arguments)
+    if arguments.json and arguments.stats:
+        raise OptionError("--stats does not go with --json, whose `metrics` have tokens and times")
     question = read_prompt(arguments.question)
     if question == "":
         raise OptionError("the question is empty")

@@ -13,7 +13,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The prompt, how to sample, and where the server is."""
     parser.add_argument("prompt", nargs="?", help="text to continue; `-` or a pipe: standard input")
     parser.add_argument("--chat", action="store_true", help="ask it as a question, in the model's chat template")
-    parser.add_argument("--stats", action="store_true", help="print tokens and speed to standard error at the end")
+    parser.add_argument(
+        "--stats", action="store_true", help="print tokens and speed to standard error at the end; not with --json"
+    )
     parser.add_argument("--json", action="store_true", help="print the whole answer as one object of JSON, at its end")
     sampling.add_arguments(parser, max_tokens=128)
     sampling.add_several_outputs(parser)
@@ -31,6 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     from octavo.chat.terminal import Answer, Answers, print_json, read_prompt
 
     params = sampling.sampling_params(arguments)
+    if arguments.json and arguments.stats:
+        raise OptionError("--stats does not go with --json, whose `metrics` have tokens and times")
     prompt = read_prompt(arguments.prompt)
     if not prompt:
         raise OptionError("a prompt is wanted, as an argument or through a pipe")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import ssl
 
 from octavo.commands.flags import connection
 from octavo.shared.options import OptionError
@@ -64,7 +63,7 @@ def _over_http(arguments: argparse.Namespace) -> tuple[str, str, int]:
     line = http.client.HTTPConnection(*where, timeout=timeout_s)
     try:
         if arguments.address.startswith(HTTPS):
-            line = http.client.HTTPSConnection(*where, timeout=timeout_s, context=_context(arguments))
+            line = http.client.HTTPSConnection(*where, timeout=timeout_s, context=connection.ssl_context(arguments))
         line.request("GET", "/health" if arguments.service else "/version")
         status = line.getresponse().status
     except (OSError, http.client.HTTPException) as error:
@@ -72,14 +71,6 @@ def _over_http(arguments: argparse.Namespace) -> tuple[str, str, int]:
     finally:
         line.close()
     return ("SERVING", "", SERVING) if status == 200 else ("NOT_SERVING", f"HTTP {status}", NOT_SERVING)
-
-
-def _context(arguments: argparse.Namespace) -> ssl.SSLContext:
-    """Raises OSError for files that cannot be read, or are no certificates."""
-    context = ssl.create_default_context(cafile=arguments.tls_ca_file)
-    if arguments.tls_client_cert_file:
-        context.load_cert_chain(arguments.tls_client_cert_file, arguments.tls_client_key_file)
-    return context
 
 
 def _over_grpc(arguments: argparse.Namespace) -> tuple[str, str, int]:

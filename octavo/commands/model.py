@@ -4,6 +4,7 @@ those that a server has, and measures scales for a cache of eight bits."""
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shutil
 import sys
@@ -155,11 +156,14 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _remove(arguments: argparse.Namespace) -> int:
     from octavo.cli import CommandError
-    from octavo.models.hub_cache import HubName, remove
+    from octavo.models.hub_cache import hub_name_of, remove
 
     entry = _find(arguments)
     assert entry.path is not None
-    name = HubName.parse(arguments.name) if entry.revisions else None
+    name = hub_name_of(arguments.name) if entry.revisions else None
+    if name is not None and name.gguf:
+        whole = dataclasses.replace(name, gguf="")
+        raise CommandError(f"no file is removed by itself: `octavo model rm {whole}` removes all that is here of it")
     what = f"{arguments.name} ({entry.size_bytes / 1e6:,.0f} MB) in {entry.path}"
     if not arguments.yes and not _agreed(f"Remove {what}?"):
         raise CommandError(f"nothing was removed: {arguments.name} stays")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     path = arguments.file
     if arguments.address is not None:
-        if path.exists():
-            raise CommandError(f"{path} is there already: another name is wanted for what is fetched")
+        _refuse_to_replace([path])
         return _fetch(arguments, path)
     from octavo.shared import log
     from scheduler_svc.flight import record_file
@@ -56,16 +56,30 @@ def _fetch(arguments: argparse.Namespace, path: Path) -> int:
     with connection.connect(arguments) as client:
         for shard, data in client.flight_records():
             files[shard] = files.get(shard, b"") + data
+    names = {shard: path for shard in files}
+    if len(files) > 1:
+        names = {shard: path.with_name(f"{path.name.removesuffix(SUFFIX)}-{shard}{SUFFIX}") for shard in files}
+    _refuse_to_replace(names.values())
     written = []
     for shard, data in files.items():
-        name = path if len(files) == 1 else path.with_name(f"{path.name.removesuffix(SUFFIX)}-{shard}{SUFFIX}")
-        name.write_bytes(data)
+        name = names[shard]
+        with name.open("xb") as file:
+            file.write(data)
         written.append({"file": str(name), "shard": shard, "bytes": len(data)})
     if arguments.json:
         print(json.dumps(written))
     else:
         print("\n".join(f"{each['file']}: {each['bytes']:,} bytes" for each in written))
     return 0
+
+
+def _refuse_to_replace(paths: Iterable[Path]) -> None:
+    """Raises CommandError for the first that is there already."""
+    from octavo.cli import CommandError
+
+    for path in paths:
+        if path.exists():
+            raise CommandError(f"{path} is there already: another name is wanted for what is fetched")
 
 
 # ---- showing --------------------------------------------------------------------------------------------------------

@@ -12,10 +12,16 @@ if TYPE_CHECKING:
     from scheduler_svc.config import SchedulerConfig
     from worker_svc.config import WorkerConfig
 
-# Of what listens and is connected to, and of traces, which an `LLM` has not.
+# Of what listens and is connected to, of who may call and how often, and of traces: an `LLM` has none of these.
 NOT_EMBEDDED = frozenset(
-    {"host", "port", "worker", "max_workers", "metrics_port", "frontends", "shards", "log_prompts"}
-    | {"otlp_traces_endpoint", "trace_sampling", "trace_parents"}
+    {"host", "port", "control_port", "metrics_port", "insecure", "socket_folder"}
+    | {"tls_cert_file", "tls_key_file", "tls_client_ca_file", "keys_file", "tenant_metadata"}
+    | {"jwt_jwks_file", "jwt_jwks_url", "jwt_issuer", "jwt_audience", "jwt_tenant_claim", "jwt_roles_claim"}
+    | {"worker", "max_workers", "worker_quota", "takeover_after", "frontends", "shards"}
+    | {"token_file", "tls_client_name", "worker_token_file", "worker_tls_ca_file", "worker_tls_name"}
+    | {"max_connections", "max_connection_age", "max_concurrent_streams", "max_open_calls", "max_request_bytes"}
+    | {"max_preparing_bytes", "text_processes", "text_timeout", "stream_interval_ms"}
+    | {"drain_timeout", "finish_timeout", "log_prompts", "otlp_traces_endpoint", "trace_sampling", "trace_parents"}
 )
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.models.hub_cache import list_repos
-from octavo.models.known_models import KNOWN_MODELS
+from octavo.models.hub_cache import CachedRepo, HubName, find, list_repos
+from octavo.models.known_models import KNOWN_MODELS, KnownModel
 from octavo.shared.cache import models_dir
 
 SOURCE_FILE = "octavo_source.json"  # in each fetched folder: where its files came from
@@ -27,24 +27,39 @@ class ModelEntry:
 
 
 def list_models(download_dir: str | Path | None = None) -> list[ModelEntry]:
-    """Every model that is known by name, lies in the models folder, or in the hub's cache; sorted by name."""
+    """Every model that is known by name, lies in the models folder, or in the hub's cache; sorted by name. One that is
+    known by name and came from the hub is there by both its names."""
     parent = models_dir(download_dir)
     here = {path.parent.name: path.parent for path in parent.glob("*/config.json") if path.parent.name[0] != "."}
-    own = [_entry(name, here.get(name)) for name in sorted(here.keys() | KNOWN_MODELS.keys())]
-    fetched = [
-        ModelEntry(repo.repo, "", repo.path, "hub", repo.size_bytes, repo.revisions)
-        for repo in list_repos(download_dir)
+    repos = {repo.repo: repo for repo in list_repos(download_dir)}
+    own = [_entry(name, path) for name, path in here.items()]
+    known = [
+        _known(model, repos.get(model.hub_repo), download_dir)
+        for name, model in KNOWN_MODELS.items()
+        if name not in here
     ]
-    return sorted(own + fetched, key=lambda entry: entry.name.lower())
+    fetched = [ModelEntry(repo.repo, "", repo.path, "hub", repo.size_bytes, repo.revisions) for repo in repos.values()]
+    return sorted(own + known + fetched, key=lambda entry: entry.name.lower())
 
 
-def _entry(name: str, path: Path | None) -> ModelEntry:
+def _entry(name: str, path: Path) -> ModelEntry:
     known = KNOWN_MODELS.get(name)
     description = known.description if known else ""
-    if path is None:
-        return ModelEntry(name, description, None, None, 0)
-    size_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    return ModelEntry(name, description, path, read_source(path).get("source"), size_bytes)
+    return ModelEntry(name, description, path, read_source(path).get("source"), _size_bytes(path))
+
+
+def _known(model: KnownModel, repo: CachedRepo | None, download_dir: str | Path | None) -> ModelEntry:
+    """One that is not in the models folder: it may be in the hub's cache, whole and at its revision."""
+    name = HubName(model.hub_repo, model.hub_revision)
+    revisions = tuple(each for each in (repo.revisions if repo else ()) if each[0] == model.hub_revision)
+    if repo is None or not revisions or find(name, download_dir=download_dir) is None:
+        return ModelEntry(model.name, model.description, None, None, 0)
+    path = repo.path / "snapshots" / model.hub_revision
+    return ModelEntry(model.name, model.description, path, "hub", _size_bytes(path), revisions)
+
+
+def _size_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def read_source(folder: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from octavo.models.errors import FetchError, SourceUnavailable
-from octavo.models.hub_cache import HubName, cache_folder, find, wanted_files
+from octavo.models.hub_cache import HubName, before_the_weights, cache_folder, find, wanted_files
 from octavo.shared.command_line import did_you_mean
 
 T = TypeVar("T")
@@ -66,16 +66,18 @@ def fetch_from_hub(
         blobs = folder / f"models--{name.repo.replace('/', '--')}" / "blobs"
         before = {path.name for path in blobs.glob("*")}
         report(f"Fetching {name.repo} at {(info.sha or '')[:12]} from the Hugging Face hub")
-        snapshot = Path(
-            snapshot_download(
-                name.repo,
-                revision=name.revision,
-                cache_dir=folder,
-                allow_patterns=[glob.escape(file) for file in files],
-            )
-        )
-    for bar in list(getattr(tqdm, "_instances", ())):  # or they are drawn once more over what is said next
-        bar.close()
+
+        def download(revision: str | None, part: list[str]) -> Path:
+            patterns = [glob.escape(file) for file in part]
+            path = snapshot_download(name.repo, revision=revision, cache_dir=folder, allow_patterns=patterns)
+            for bar in list(getattr(tqdm, "_instances", ())):  # or they are drawn once more over what is said next
+                bar.close()
+            return Path(path)
+
+        revision = name.revision
+        if first := before_the_weights(files):
+            revision = download(revision, first).name  # the commit: the rest is to be of the same
+        snapshot = download(revision, files)
     for file in files:
         _check_sum(snapshot / file, before)
     return snapshot / files[0] if files[0].endswith(".gguf") else snapshot

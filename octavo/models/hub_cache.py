@@ -125,6 +125,13 @@ def wanted_files(files: list[str], name: HubName, load_format: str) -> list[str]
     raise FetchError(f"{name.repo} has no weights as {'safetensors or GGUF' if load_format == 'auto' else kind}")
 
 
+def before_the_weights(files: list[str]) -> list[str]:
+    """Those of `wanted_files` to fetch first: a download may break off, and what comes last is what `find` tells by
+    that all is here. These are weights, or where none are wanted the tokenizer."""
+    described = [file for file in files if _DESCRIPTION.fullmatch(file)]
+    return described if len(described) < len(files) else [file for file in files if file not in _TOKENIZERS]
+
+
 def _gguf_file(files: list[str], name: HubName) -> str:
     """Raises FetchError where the choice is not clear."""
     found = sorted(file for file in files if file.endswith(".gguf") and "mmproj" not in file.lower())

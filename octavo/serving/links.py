@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,11 +31,19 @@ NOT_FOR_SERVE = ("tls_client_name", "worker_tls_ca_file", "worker_tls_name")
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """For this user alone, and gone at the end."""
+    """For this user alone, and gone at the end, also when SIGTERM comes before whoever is to hear it."""
     folder = Path(tempfile.mkdtemp(prefix="octavo-serve-"))
+
+    def end(number: int, _: object) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        signal.signal(number, before)
+        signal.raise_signal(number)
+
+    before = signal.signal(signal.SIGTERM, end)
     try:
         yield folder
     finally:
+        signal.signal(signal.SIGTERM, before)
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -30,6 +30,7 @@ PREFIX = "OCTAVO_"
 COMMON, LOGGING, OTHER = "common", "logging and metrics", "other"  # groups of options: the first, and the last two
 # Read elsewhere: by every command, and by those that ask a server.
 NOT_OPTIONS = frozenset({"OCTAVO_CACHE", "OCTAVO_TERMINAL", "OCTAVO_API_KEY"})
+OF_CLIENTS = frozenset({"OCTAVO_RETRY_WINDOW"})  # likewise, and an option of the gateway beside
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -375,7 +376,8 @@ def _variables(environ: Mapping[str, str], known: frozenset[str]) -> dict[str, s
     """Option name to text, for every OCTAVO_ variable of the environment."""
     found = {name: text for name, text in environ.items() if name.startswith(PREFIX) and name not in NOT_OPTIONS}
     options = {name.removeprefix(PREFIX).lower(): text for name, text in found.items()}
-    unknown = sorted(name for name in found if name.removeprefix(PREFIX).lower() not in known or not name.isupper())
+    strange = {name for name in found if name.removeprefix(PREFIX).lower() not in known or not name.isupper()}
+    unknown = sorted(strange - OF_CLIENTS)
     if unknown:
         hint = ""
         if any("_SERVICE_" in name or text.startswith("tcp://") for name, text in found.items()):

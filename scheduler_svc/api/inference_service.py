@@ -34,7 +34,7 @@ from scheduler_svc.output.request_stream import RequestStream
 from scheduler_svc.requests.admission import Admission
 from scheduler_svc.requests.frontend import Frontend
 from scheduler_svc.requests.request_checks import MAX_REQUEST_ID_CHARS
-from scheduler_svc.requests.request_reader import parse, read_head
+from scheduler_svc.requests.request_reader import parse, read_head, skim_head
 from scheduler_svc.requests.request_text import PreparedText
 from scheduler_svc.requests.tenants import Metadata, Tenants
 
@@ -45,7 +45,7 @@ T = TypeVar("T")
 SERVICE = "octavo.v1.Inference"
 _DONE = object()
 _PAUSE_S = 1e-3  # the shortest that an event loop waits
-MAX_READ_BYTES = 65_536  # of a request that is looked into here, on the event loop: well below a millisecond
+MAX_READ_BYTES = 65_536  # of a request that is read here, on the event loop: well below a millisecond
 MAX_TOKENS_AT_ONCE = 2048  # of which a group is made on the event loop; of more, on a thread
 
 
@@ -317,9 +317,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
 
 def _head(data: bytes) -> pb.GenerateRequest:
-    """Id and tenant, for the log and the queue; of a large request they are known once it has been prepared."""
+    """Id and tenant, for the log and the queue."""
     if len(data) > MAX_READ_BYTES:
-        return pb.GenerateRequest()
+        return skim_head(data)
     return parse(read_head, data, f"/{SERVICE}/Generate")
 
 

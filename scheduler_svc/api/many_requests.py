@@ -102,7 +102,8 @@ class ManyRequests:
                 async with asyncio.timeout(None if self._live else IDLE_S):
                     await self._woken.wait()
             except TimeoutError:
-                return False
+                if not self._live and not self._news:  # or one has begun meanwhile
+                    return False
         return True
 
     def _next_message(self) -> pb.GenerateManyResponse:

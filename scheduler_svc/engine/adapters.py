@@ -179,9 +179,7 @@ class Adapters:
     def close(self) -> None:
         """Whoever waits for a load or an unload gets NotReady."""
         for adapter in self._by_name.values():
-            for caller in adapter.callers:
-                caller.set_exception(NotReady("this server is shutting down"))
-            adapter.callers.clear()
+            _answer_callers(adapter, NotReady("this server is shutting down"))
 
     # ---- what happens to requests and workers -----------------------------------------------------------------------
 
@@ -295,26 +293,19 @@ class Adapters:
             self._pass_to(Phase.UNLOADING if problems else Phase.LOADED, adapter)
         elif adapter.phase is Phase.UNLOADING:
             self._forget(adapter)
-        callers, adapter.callers = adapter.callers, []
-        for caller in callers:
-            if refusal is not None:
-                caller.set_exception(refusal)
-            else:
-                caller.set_result(adapter.generation)
+        _answer_callers(adapter, refusal)
         if adapter.phase is Phase.UNLOADING and adapter.name in self._by_name:
             self._advance(adapter)  # what some workers have loaded, and others could not
 
     def _advance_configured(self, adapter: Adapter) -> None:
         """Workers that could not load it are left without; the log has said why. None has it: the next one may."""
         adapter.why_not = _listed_problems(self._problems_of_its_models(adapter))
+        refusal: RequestRefused | None = None
         if self._is_anywhere(adapter):
             self._pass_to(Phase.LOADED, adapter)
-        callers, adapter.callers = adapter.callers, []
-        for caller in callers:
-            if adapter.phase is Phase.LOADED:
-                caller.set_result(adapter.generation)
-            else:
-                caller.set_exception(WorkerFailed(f"adapter {adapter.name!r}: {adapter.why_not}"))
+        else:
+            refusal = WorkerFailed(f"adapter {adapter.name!r}: {adapter.why_not}")
+        _answer_callers(adapter, refusal)
 
     def _problems_of_its_models(self, adapter: Adapter) -> list[str]:
         """What there is to be told of, once: where a model has it, nothing of others."""
@@ -360,6 +351,18 @@ class Adapters:
         names = ", ".join(map(repr, self._names())) or "none"
         listed = names if len(names) <= MAX_LISTED_CHARS else f"{names[:MAX_LISTED_CHARS]} ..."
         return UnknownName(f"adapter {name[:MAX_NAME_CHARS]!r} {state}; loaded: {listed}")
+
+
+def _answer_callers(adapter: Adapter, refusal: RequestRefused | None) -> None:
+    """What they waited for has come to its end, well or with a refusal."""
+    callers, adapter.callers = adapter.callers, []
+    for caller in callers:
+        if caller.done():
+            continue  # the step loop failed over what it asked for, and has told it so
+        if refusal is not None:
+            caller.set_exception(refusal)
+        else:
+            caller.set_result(adapter.generation)
 
 
 def _has_released(worker: WorkerHandle, adapter: Adapter) -> bool:

@@ -74,7 +74,6 @@ class Failures:
         waiting = self._router.leave(worker)
         self._metrics.of(worker.model).num_worker_losses += not worker.is_draining
         self._joined.last_lost_ns = None if self._joined.workers else self._clock()
-        self._adapters.worker_left(worker)
         link.close()
         charged = {group for step in worker.in_flight for group in groups_of(step.rows)}
         if worker.is_draining:
@@ -91,6 +90,7 @@ class Failures:
         for group in waiting:
             self._placement.place(group)
         self._stranded.look(self._waiting.unbound.all(), self._clock())
+        self._adapters.worker_left(worker)  # last: a fault over adapters is not to keep its requests here
 
     def fence(self, worker: WorkerHandle) -> None:
         """What a worker says is broken: that costs this worker, not the loop. Its groups start over elsewhere.

@@ -81,6 +81,7 @@ class Placement:
             for worker in self._joined.workers:
                 if worker.is_finishing and worker.can_ever_run(group):
                     self._router.bind(group, worker, group.num_tokens_to_compute)
+                    self._stranded.found(group)
                     self._joined.wake(worker)
                     return
 

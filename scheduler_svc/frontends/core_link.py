@@ -32,7 +32,7 @@ from scheduler_svc.models.model_description import decode_model, decode_model_wi
 from scheduler_svc.models.served_model import ServedModel
 from scheduler_svc.models.served_models import ServedModels
 from scheduler_svc.output.mailboxes import Mailboxes
-from scheduler_svc.output.output_processor import take_beams, take_end, take_prompt_logprobs, take_tokens
+from scheduler_svc.output.output_processor import take_beams, take_end, take_tokens
 
 GONE = "this server is shutting down"
 
@@ -245,7 +245,7 @@ class CoreLink:
             self._take_tokens(decode_tokens(event.tokens, self._groups), event.tokens)
         elif kind == "prompt_logprobs":
             if (group := self._groups.get(event.prompt_logprobs.number)) is not None:
-                self._mailboxes.ring(partial(take_prompt_logprobs, group, event.prompt_logprobs.logprobs))
+                self._mailboxes.take_prompt_logprobs(group, event.prompt_logprobs.logprobs)
         elif kind == "beams":
             if (group := self._apply(event.beams.counters)) is not None:
                 self._mailboxes.ring(partial(take_beams, group, decode_beams(event.beams)))

@@ -24,11 +24,18 @@ from scheduler_svc.core.sequences.beam_search import BeamHypothesis
 from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.step_plan import NewTokens
-from scheduler_svc.output.output_processor import take_beams, take_end, take_prompt_logprobs, take_tokens
+from scheduler_svc.output.output_processor import (
+    make_prompt_logprobs,
+    take_beams,
+    take_end,
+    take_prompt_logprobs,
+    take_tokens,
+)
 from scheduler_svc.output.request_stream import RequestStream
 
 WRITES_AT_ONCE = 32  # with 64 busy streams as many messages as without turns, with 1,024 requests begin in 1 s, not 12
 LONGEST_TURN_S = 0.02
+PAUSE_S = 1e-3  # between pieces of a long work: the step loop gets the interpreter's lock, and others their turns
 
 
 class Mailboxes:
@@ -39,6 +46,7 @@ class Mailboxes:
         self._pace = Pace(interval_s)
         self._turns = Turns(loop)
         self._boxes: dict[RequestStream, Box] = {}
+        self._behind: deque[RequestStream] = deque()  # of whose prompt logprobs have yet to be made, in turn
 
     def open(self, stream: RequestStream) -> Mailbox:
         """A box for a request that is about to be submitted; to be closed whatever becomes of it."""
@@ -66,23 +74,23 @@ class Mailboxes:
 
     def put_prompt_logprobs(self, group: SequenceGroup, logprobs: worker_pb2.SequenceOutputs) -> None:
         """See `OutputSink`."""
-        self._soon(partial(take_prompt_logprobs, group, logprobs))
+        self._soon(self.take_prompt_logprobs, group, logprobs)
 
     def put_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> None:
         """See `OutputSink`; the time of arrival is taken here, on the step loop's thread."""
-        self._soon(partial(take_tokens, tokens, outputs, time.monotonic_ns()))
+        self._soon(self.ring, partial(take_tokens, tokens, outputs, time.monotonic_ns()))
 
     def put_beams(self, group: SequenceGroup, hypotheses: AbstractSequence[BeamHypothesis]) -> None:
         """See `OutputSink`."""
-        self._soon(partial(take_beams, group, hypotheses))
+        self._soon(self.ring, partial(take_beams, group, hypotheses))
 
     def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
         """See `OutputSink`."""
-        self._soon(partial(take_end, group, reason, message))
+        self._soon(self.ring, partial(take_end, group, reason, message))
 
-    def _soon(self, take: Callable[[], list[RequestStream]]) -> None:
+    def _soon(self, function: Callable[..., None], *arguments: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to read
-            self._loop.call_soon_threadsafe(self.ring, take)
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     # ---- on the event loop ------------------------------------------------------------------------------------------
 
@@ -90,8 +98,24 @@ class Mailboxes:
         """Lets `take` feed streams, and gives a turn to the readers of those that it names."""
         boxes = self._boxes
         for stream in take():
-            if (box := boxes.get(stream)) is not None:
+            if (box := boxes.get(stream)) is not None and stream.is_ready:
                 box.ring()
+
+    def take_prompt_logprobs(self, group: SequenceGroup, logprobs: worker_pb2.SequenceOutputs) -> None:
+        """Feeds a stream those of its prompt. A piece of them is made at once, and the others as there is time."""
+        take_prompt_logprobs(group, logprobs)
+        self._behind.append(group.output)
+        if len(self._behind) == 1:
+            self._make_piece()
+
+    def _make_piece(self) -> None:
+        stream = self._behind.popleft()
+        if stream in self._boxes and make_prompt_logprobs(stream):
+            self._behind.append(stream)
+        else:
+            self.ring(lambda: [stream])
+        if self._behind:
+            self._loop.call_later(PAUSE_S, self._make_piece)
 
 
 class Box:

@@ -32,15 +32,24 @@ PATIENCE_NS = 100_000_000  # after which the next tokens take along those that w
 Delivery = list[tuple[RequestStream, pb.GenerateResponse]]
 
 
-def take_prompt_logprobs(group: SequenceGroup, logprobs: worker_pb2.SequenceOutputs) -> list[RequestStream]:
-    """Nobody is woken for them: they go out with the first token."""
+def take_prompt_logprobs(group: SequenceGroup, logprobs: worker_pb2.SequenceOutputs) -> None:
+    """They go out with the first token. `make_prompt_logprobs` has to follow."""
     stream: RequestStream = group.output
     try:
         stream.take_prompt_logprobs(LogprobColumns(logprobs))
     except Exception as error:
         log.error("output failed", request_id=group.request_id, exception=logging.trace(error))
         stream.fail()
-    return [stream] if stream.is_finished else []
+
+
+def make_prompt_logprobs(stream: RequestStream) -> bool:
+    """A piece of what `take_prompt_logprobs` took; whether more are left."""
+    try:
+        return stream.make_prompt_logprobs()
+    except Exception as error:
+        log.error("output failed", request_id=stream.group.request_id, exception=logging.trace(error))
+        stream.fail()
+        return False
 
 
 def take_tokens(tokens: NewTokens, outputs: worker_pb2.SequenceOutputs, came_ns: int) -> list[RequestStream]:
@@ -121,7 +130,7 @@ class OutputProcessor:
 
     def put_prompt_logprobs(self, group: SequenceGroup, logprobs: worker_pb2.SequenceOutputs) -> None:
         """See `OutputSink`."""
-        self._put(partial(take_prompt_logprobs, group, logprobs))
+        self._put(partial(_take_and_make_prompt_logprobs, group, logprobs))
 
     def put_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> None:
         """See `OutputSink`; wakes the thread for an end, for `patience` tokens, or after PATIENCE_NS."""
@@ -168,3 +177,11 @@ class OutputProcessor:
                 self._deliver(delivery)
         except Exception as error:
             log.error("the output thread failed", exception=logging.trace(error))
+
+
+def _take_and_make_prompt_logprobs(group: SequenceGroup, logprobs: worker_pb2.SequenceOutputs) -> list[RequestStream]:
+    """On a thread that nobody else waits for."""
+    take_prompt_logprobs(group, logprobs)
+    while make_prompt_logprobs(group.output):
+        pass
+    return [group.output]

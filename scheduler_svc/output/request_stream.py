@@ -22,6 +22,7 @@ from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, Seque
 from scheduler_svc.engine.messages.logprob_columns import LogprobColumns
 from scheduler_svc.errors import FieldViolation, InvalidRequest
 from scheduler_svc.output.output_stream import OutputStream
+from scheduler_svc.output.prompt_logprobs import PromptLogprobs
 from scheduler_svc.output.resumed_outputs import ResumedOutput
 from scheduler_svc.text.stop_automaton import StopAutomaton
 from scheduler_svc.text.tokenizer import Tokenizer
@@ -43,7 +44,7 @@ class RequestStream:
         finish_sequence: called when a stop string ends a sequence that still has steps in flight.
 
     Attributes:
-        is_ready: `next_message` has something to give.
+        is_ready: `next_message` has something to give. Never while `make_prompt_logprobs` has to be called.
         is_finished: all outputs have ended; the message that says so may not have been made yet.
         reads_logprobs: `take_logprobs` has to come before each `take`.
         token_times_ns: when tokens of the first sequence came, noted where messages do not show it.
@@ -80,9 +81,8 @@ class RequestStream:
         self._num_unfinished = num_outputs
         self._num_beam_tokens = 0
         self._tokenizer = tokenizer
-        self._num_top_of_prompt = params.prompt_logprobs
-        # Until they are sent; the first token has none.
-        self._prompt_logprobs = [pb.TokenLogprobs()] if params.HasField("prompt_logprobs") else []
+        self._prompt = self._new_prompt() if params.HasField("prompt_logprobs") else None  # until they are sent
+        self._has_to_make_prompt = False
         self._first_token_ns: int | None = None
         self._head = pb.GenerateResponse(
             request_id=group.request_id,
@@ -131,7 +131,7 @@ class RequestStream:
         Yields between pieces of the work, of which there may be seconds: whoever lost the client stops there.
         """
         if any(resumed.token_ids for resumed in self._resumed):
-            self._prompt_logprobs = []  # came with the first of them
+            self._prompt = None  # came with the first of them
         for index, resumed in enumerate(self._resumed):
             output = self._outputs[index]
             try:
@@ -146,13 +146,28 @@ class RequestStream:
 
     def begins_anew_elsewhere(self) -> None:
         """Another worker computes the prompt again; its logprobs come again where no token came yet."""
-        if self._prompt_logprobs and self._first_token_ns is None:
-            self._prompt_logprobs = [pb.TokenLogprobs()]
+        if self._prompt is not None and self._first_token_ns is None:
+            self._prompt, self._has_to_make_prompt = self._new_prompt(), False
 
     def take_prompt_logprobs(self, columns: LogprobColumns) -> None:
-        """Those of the next tokens of the prompt, all of which come before the first token."""
-        for entry in range(len(columns)):
-            self._prompt_logprobs.append(columns.at(entry, self._num_top_of_prompt, self._tokenizer.token_text))
+        """Those of the next tokens of the prompt, all of which come before the first token.
+
+        `make_prompt_logprobs` has to be called until it has made them all.
+        """
+        if self._prompt is not None and not self.is_finished:
+            self._prompt.take(columns)
+            self._has_to_make_prompt = not self._prompt.is_made
+
+    def make_prompt_logprobs(self) -> bool:
+        """Makes a piece of what goes out with the first token; whether more are left."""
+        if self._has_to_make_prompt:
+            assert self._prompt is not None
+            self._prompt.make_piece()
+            if self._prompt.is_made:
+                self._has_to_make_prompt = False
+                has_news = not self._is_gathered and any(output.has_news for output in self._outputs)
+                self.is_ready = self.is_finished or has_news
+        return self._has_to_make_prompt
 
     def take(self, sequence: Sequence, token_id: int, reason: int, came_ns: int) -> None:
         """One token; `reason` where it ended the sequence."""
@@ -169,7 +184,7 @@ class RequestStream:
             if not reason:
                 self._finish_sequence(sequence)
         elif not self._is_gathered:
-            self.is_ready = True
+            self.is_ready = not self._has_to_make_prompt
 
     def take_logprobs(self, sequence: Sequence, columns: LogprobColumns, entry: int) -> None:
         """Those of the sequence's next token."""
@@ -202,6 +217,7 @@ class RequestStream:
             for output in self._outputs:
                 output.fail()
             self._num_unfinished = 0
+            self._prompt, self._has_to_make_prompt = None, False
             self.is_finished = self.is_ready = True
 
     def next_message(self) -> pb.GenerateResponse | None:
@@ -211,9 +227,7 @@ class RequestStream:
         """
         if not self.is_ready:
             return None
-        response = pb.GenerateResponse()
-        if self._prompt_logprobs:
-            self._add_prompt_logprobs(response)
+        response = self._begin_message()
         room, chosen = self._max_tokens_a_message, self._chosen()
         for index, output in enumerate(chosen):
             if output.has_news and room > 0:
@@ -231,13 +245,13 @@ class RequestStream:
 
     def _note_first_token(self, came_ns: int) -> None:
         self._first_token_ns = came_ns
-        if self._prompt_logprobs and len(self._prompt_logprobs) != self.group.num_prompt_tokens:
-            raise ValueError(f"a token came after {len(self._prompt_logprobs)} logprobs of the prompt")
+        if self._prompt is not None and self._prompt.num_taken != self.group.num_prompt_tokens:
+            raise ValueError(f"a token came after {self._prompt.num_taken} logprobs of the prompt")
 
     def _note_end(self) -> None:
         self._num_unfinished -= 1
         self.is_finished = not self._num_unfinished
-        self.is_ready = self.is_finished or not self._is_gathered
+        self.is_ready = (self.is_finished or not self._is_gathered) and not self._has_to_make_prompt
 
     def _write(self, output: OutputStream, delta: pb.OutputDelta, max_tokens: int) -> int:
         try:
@@ -251,11 +265,15 @@ class RequestStream:
             delta.Clear()
             return output.write(delta, max_tokens)
 
-    def _add_prompt_logprobs(self, response: pb.GenerateResponse) -> None:
-        """Whole or, of a request that ended before its first token, not at all."""
-        if len(self._prompt_logprobs) == self.group.num_prompt_tokens:
-            response.prompt_logprobs.extend(self._prompt_logprobs)
-        self._prompt_logprobs = []
+    def _new_prompt(self) -> PromptLogprobs:
+        return PromptLogprobs(self.group.sampling_params.prompt_logprobs, self._tokenizer.token_text)
+
+    def _begin_message(self) -> pb.GenerateResponse:
+        """With the prompt's logprobs, once: whole or, of a request that ended before its first token, not at all."""
+        prompt, self._prompt = self._prompt, None
+        if prompt is None or prompt.num_taken != self.group.num_prompt_tokens:
+            return pb.GenerateResponse()
+        return prompt.message
 
     def _chosen(self) -> list[OutputStream]:
         """The outputs that the client gets, in its order."""

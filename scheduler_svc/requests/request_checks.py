@@ -176,7 +176,9 @@ def _shown(value: object) -> str:
 
 
 def check_vocabulary(field: str, token_ids: Iterable[int], model: ServedModel) -> None:
-    """That the model has all these ids."""
-    outside = next((token_id for token_id in token_ids if token_id >= model.vocab_size), None)
-    if outside is not None:
-        raise InvalidRequest(FieldViolation(field, f"got {outside}; accepted: 0 to {model.vocab_size - 1}"))
+    """That the model has all these ids. Those of a text, too: a tokenizer may have tokens added that the model has no
+    rows for, and one of them fails a step for all who are in it."""
+    if (outside := max(token_ids, default=0)) >= model.vocab_size:
+        text = model.tokenizer.token(outside)
+        got = f"{outside}" if text is None else f"token {outside} ({text!r})"
+        raise InvalidRequest(FieldViolation(field, f"got {got}; accepted: 0 to {model.vocab_size - 1}"))

@@ -21,6 +21,10 @@ M = TypeVar("M")
 _GENERATE = pb.GenerateRequest.DESCRIPTOR
 _PROMPT_FIELDS = tuple(field.name for field in _GENERATE.oneofs_by_name["prompt_kind"].fields)
 _HEAD_FIELDS = ("request_id", "tenant")
+_HEAD_NUMBERS = frozenset(_GENERATE.fields_by_name[name].number for name in _HEAD_FIELDS)
+_VARINT, _LENGTH, _FIXED_BYTES = 0, 2, {1: 8, 5: 4}  # wire types, and what the others take
+MAX_SKIMMED_FIELDS = 256  # some 0.2 ms; a request has fewer, with one for each output that it resumes
+MAX_SKIMMED_BYTES = 4096  # of an id or a tenant; those that are accepted are shorter
 
 
 def parse(deserialize: Callable[[bytes], M], data: bytes, method: str) -> M:
@@ -48,6 +52,46 @@ def read_head(data: bytes) -> pb.GenerateRequest:
     """What a queue is asked about: the request's id and tenant. Raises DecodeError."""
     head = _RequestHead.FromString(data)
     return pb.GenerateRequest(**{name: getattr(head, name) for name in _HEAD_FIELDS})
+
+
+def skim_head(data: bytes) -> pb.GenerateRequest:
+    """As `read_head`, and as fast for a large request: what is in its other fields is passed over.
+
+    Empty where that cannot be told, as of bytes that are no message.
+    """
+    places: dict[int, slice] = {}  # by field; of several the last counts
+    position = 0
+    try:
+        for _ in range(MAX_SKIMMED_FIELDS):
+            if position == len(data):
+                return read_head(b"".join(data[place] for place in places.values()))
+            begin = position
+            key, position = _read_varint(data, begin)
+            number, wire_type = key >> 3, key & 7
+            if wire_type == _LENGTH:
+                num_bytes, position = _read_varint(data, position)
+                position += num_bytes
+            elif wire_type == _VARINT:
+                _, position = _read_varint(data, position)
+            else:
+                position += _FIXED_BYTES[wire_type]
+            if number in _HEAD_NUMBERS and position - begin <= MAX_SKIMMED_BYTES:
+                places[number] = slice(begin, position)
+    except (IndexError, KeyError, DecodeError):
+        pass  # whoever reads all of it says what is wrong
+    return pb.GenerateRequest()
+
+
+def _read_varint(data: bytes, position: int) -> tuple[int, int]:
+    """A number of seven bits a byte, the lowest first, and where it ends. Raises IndexError where it does not."""
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+    raise IndexError("a number of more than ten bytes")
 
 
 def _head_class() -> type[Message]:

@@ -118,6 +118,7 @@ class RequestText:
             token_ids = self._model.tokenizer.encode(request.prompt, add_special_tokens=adds_special_tokens)
         if not token_ids:
             raise InvalidRequest(FieldViolation(kind, "got text which has no tokens; accepted: at least 1"))
+        check_vocabulary(kind, token_ids, self._model)
         return token_ids
 
     def _encode_messages(self, messages: pb.Messages) -> list[int]:

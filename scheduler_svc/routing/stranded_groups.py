@@ -49,11 +49,17 @@ class StrandedGroups:
             del self._since_ns[group]
         return overdue
 
+    def found(self, group: SequenceGroup) -> None:
+        """A worker has it after all."""
+        self._since_ns.pop(group, None)
+
     def why(self, group: SequenceGroup) -> str:
         """What it needs and what there is, in numbers. Only while there are workers."""
         of_model = [worker for worker in self._workers if not group.model or worker.model in ("", group.model)]
         if not of_model:
             return "none of the workers that are left serves its model"
+        if any(_could_hold(worker, group) for worker in of_model):
+            return "the workers that could hold it are drained, and take no new requests"
         if group.adapter and any(worker.can_ever_run(group) for worker in of_model):
             return f"none of the workers that are left has loaded adapter {group.adapter!r}"
         schedulers = [worker.scheduler for worker in of_model]
@@ -68,5 +74,10 @@ class StrandedGroups:
 
 
 def _can_hold(worker: WorkerHandle, group: SequenceGroup) -> bool:
+    """One that ends what it has, and then leaves, takes nobody who waits for a worker."""
+    return not worker.is_closing and _could_hold(worker, group)
+
+
+def _could_hold(worker: WorkerHandle, group: SequenceGroup) -> bool:
     """One that is still loading the group's adapter, or could not, is none: whoever loads it has such groups placed."""
     return worker.can_ever_run(group) and (not group.adapter or group.adapter in worker.adapters)

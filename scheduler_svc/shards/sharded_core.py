@@ -247,6 +247,11 @@ class ShardedCore:
             self._homes[group] = link
             try:
                 return await link.submit(group, replaces=False, is_moved=is_moved)
+            except DuplicateRequest:
+                # The parent gave it the id, so the shard is about to hear that whoever has it there is gone. Nobody is
+                # replaced: this one may be given up itself, and on its way for longer than the next of its id.
+                self._homes.pop(group, None)
+                await asyncio.sleep(RETRY_S)
             except RequestRefused as error:
                 self._homes.pop(group, None)
                 if not (link.is_closed or isinstance(error, QueueFull | NotReady)):

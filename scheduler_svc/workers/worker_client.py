@@ -182,7 +182,12 @@ class StepStream:
         """See `WorkerLink.call`."""
         is_load = isinstance(request, worker_pb2.LoadAdapterRequest)
         method = self._stub.LoadAdapter if is_load else self._stub.UnloadAdapter
-        method.future(request, timeout=ADAPTER_TIMEOUT_S).add_done_callback(lambda call: done(_problem(call)))
+        try:
+            call = method.future(request, timeout=ADAPTER_TIMEOUT_S)
+        except ValueError as error:  # its channel is closed: the step loop is about to hear that the worker is lost
+            done(str(error))
+        else:
+            call.add_done_callback(lambda call: done(_problem(call)))
 
     def distrust(self) -> None:
         """See `WorkerLink`."""
@@ -243,6 +248,15 @@ class WorkerClient:
         self._closed.set()
         if (stream := self._stream) is not None:
             stream.close()
+
+    def give_up(self) -> bool:
+        """Closes it unless it has joined, and says which."""
+        with self._joining:
+            if self._has_joined:
+                return False
+            self._closed.set()  # it joins no more
+        self.close()
+        return True
 
     def leave(self) -> None:
         """Joins no more. A stream that has joined ends when the engine gives the worker back, any other one now."""
@@ -318,7 +332,7 @@ class WorkerClient:
             self._stream = stream
             lease = stream.wait_for_lease(member.info)
             check_cached(member.sizes, lease)
-            with self._joining:  # so that whoever calls `leave` knows which of the two came first
+            with self._joining:  # so that `leave` and `give_up` know which of the two came first
                 if self._is_done():
                     return
                 self._members.joined(member, stream, lease)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import structlog
 
-from protos import inference_pb2, worker_pb2
+from protos import worker_pb2
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.errors import UnknownName
 from scheduler_svc.leases.worker_handle import WorkerHandle
@@ -116,7 +116,7 @@ class WorkerPool:
         return self.engine.call(drain).result()
 
     def close(self) -> None:
-        """Every worker is lost to the engine, and none joins any more."""
+        """Ends every worker's stream, which the engine is not told of: it is about to stop. None joins any more."""
         self._closed.set()
         for client in list(self.clients.values()):
             client.close()
@@ -337,9 +337,9 @@ class WorkerPool:
                 self._add(address)
             self._unresolved -= {name for name, addresses in by_name.items() if addresses}
             for address in self.clients.keys() - found - set(self._fixed):
-                if self.clients[address].state.health != inference_pb2.WORKER_HEALTH_SERVING:
+                if self.clients[address].give_up():
                     log.info("worker address is gone", worker=address)
-                    self.clients.pop(address).close()
+                    del self.clients[address]
             if self._closed.wait(DNS_INTERVAL_S):
                 return
 

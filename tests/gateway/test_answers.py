@@ -10,12 +10,16 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 
+from gateway_svc.answers.answer import Answer
 from gateway_svc.answers.chat import ChatAnswer
 from gateway_svc.answers.completions import CompletionAnswer
 from gateway_svc.answers.gathered import Gathered
+from gateway_svc.answers.json_text import text_of
 from gateway_svc.answers.responses import ResponseAnswer
 from gateway_svc.errors import HttpError
 from gateway_svc.requests.asked import Asked
+from gateway_svc.requests.fields import Fields
+from gateway_svc.requests.responses import read_response
 from protos import inference_pb2 as pb
 from tests.gateway.shapes import events, strictly
 
@@ -154,14 +158,59 @@ def test_logprobs_of_a_completion_with_its_prompt() -> None:
     assert joined == expected
 
 
+def test_offsets_are_places_in_the_text_that_is_shown() -> None:
+    """A BOS that the tokenizer adds does not stand there, nor the space that some decoders take off a single token."""
+    entries = [pb.TokenLogprobs(), of(logprob("The")), of(logprob("sea"))]
+    drawn = delta(" is", finish=pb.FINISH_REASON_LENGTH, logprobs=[of(logprob("is"))])
+    responses = [pb.GenerateResponse(prompt_logprobs=entries, outputs=[drawn]), USAGE]
+    for show in (whole, lambda answer, responses: streamed(answer, responses)[0]):
+        answer = CompletionAnswer(asked(num_top=0, echoes=True))
+        answer.learn_prompts(["The sea"], ["<s>"])
+        choice = show(answer, responses)["choices"][0]
+        assert (choice["text"], choice["logprobs"]["text_offset"]) == ("The sea is", [0, 0, 3, 7])
+        assert choice["logprobs"]["tokens"] == ["<s>", "The", "sea", "is"]
+
+
+def test_the_drawn_token_has_its_own_logprob_though_a_likelier_one_has_its_text() -> None:
+    entry = pb.TokenLogprobs(token=logprob("a", -3.0, 7), top=[logprob("a", -0.5, 4), logprob("b", -2.0, 5)])
+    responses = messages(delta("a", finish=pb.FINISH_REASON_LENGTH, logprobs=[entry]))
+    found = whole(CompletionAnswer(asked(num_top=2)), responses)["choices"][0]["logprobs"]
+    assert (found["token_logprobs"], found["top_logprobs"]) == ([-3.0], [{"a": -3.0, "b": -2.0}])
+
+
 def test_a_scored_prompt_shows_no_output() -> None:
-    answer = CompletionAnswer(asked(num_top=0, echoes=True, shows_output=False))
+    answer = CompletionAnswer(asked(num_top=0, echoes=True, shows_output=False, returns_token_ids=True))
     answer.learn_prompts(["ab"], ["a"])
     entries = [pb.TokenLogprobs(), of(logprob("b"))]
-    response = pb.GenerateResponse(prompt_logprobs=entries, outputs=[delta("z", logprobs=[of(logprob("z"))], finish=2)])
-    found = whole(answer, [response, USAGE])
+    drawn = delta("z", logprobs=[of(logprob("z"))], finish=2, token_ids=[4], matched_stop=pb.MatchedStop(token_id=4))
+    found = whole(answer, [pb.GenerateResponse(prompt_logprobs=entries, outputs=[drawn]), USAGE])
     assert found["choices"][0]["text"] == "ab" and found["choices"][0]["logprobs"]["tokens"] == ["a", "b"]
+    assert found["choices"][0]["token_ids"] == [] and "stop_reason" not in found["choices"][0]
+    assert found["choices"][0]["prompt_token_ids"] == [7, 8, 9]
     assert found["usage"]["completion_tokens"] == 0
+
+
+LONG_ANSWERS: dict[str, Answer] = {
+    "chat": ChatAnswer(asked(num_top=2, returns_prompt_logprobs=True)),
+    "echo": CompletionAnswer(asked(num_top=2, echoes=True)),
+    "completion": CompletionAnswer(asked(num_top=2, returns_prompt_logprobs=True)),
+    "response": ResponseAnswer(asked(num_top=2, settings={"text": {"format": {"type": "text"}}})),
+}
+
+
+@pytest.mark.parametrize("kind", LONG_ANSWERS)
+def test_a_long_answer_is_made_in_short_parts(kind: str) -> None:
+    """Others have their turn between two of them."""
+    answer, count = LONG_ANSWERS[kind], 20_000
+    if isinstance(answer, CompletionAnswer):
+        answer.learn_prompts(["ab"], ["a"])
+    entries = [of(logprob("b"), logprob("c", -3.0, 9))] * count
+    output, gathered = delta("x", finish=pb.FINISH_REASON_LENGTH, logprobs=entries), Gathered()
+    response = pb.GenerateResponse(prompt_logprobs=[pb.TokenLogprobs(), *entries], outputs=[output])
+    for each in (ADMISSION, response, USAGE):
+        gathered.take(each)
+    parts = list(answer.whole([gathered]))
+    assert max(map(len, parts)) < 2_000 and text_of(json.loads("".join(parts))).count('"b"') >= count
 
 
 def test_a_whole_completion() -> None:
@@ -203,6 +252,17 @@ def test_a_response() -> None:
     found = strictly(Response, whole(ResponseAnswer(asked(settings=SETTINGS)), cut))
     assert found.status == "incomplete" and found.incomplete_details
     assert found.incomplete_details.reason == "max_output_tokens"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, ("auto", True)), ({"tool_choice": "none", "parallel_tool_calls": False}, ("none", False))],
+)
+def test_a_response_repeats_what_was_asked_of_tools(given: dict[str, Any], expected: tuple[str, bool]) -> None:
+    repeating = read_response(Fields({"input": "a", **given}))
+    for found in (whole(ResponseAnswer(repeating), ENDED), streamed(ResponseAnswer(repeating), ENDED)[-1]["response"]):
+        assert (found["tool_choice"], found["parallel_tool_calls"]) == expected
+        strictly(Response, found)
 
 
 def test_a_response_s_events() -> None:

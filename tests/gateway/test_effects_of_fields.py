@@ -207,7 +207,10 @@ EFFECTS: dict[str, list[tuple[dict[str, Any], Any, Seen]]] = {
     },
     "store": [(CHAT, False, same)],
     "service_tier": [(CHAT, "auto", same)],
-    "parallel_tool_calls": [(CHAT, True, same)],
+    "parallel_tool_calls": [
+        (CHAT, True, same),
+        (RESPONSE, False, lambda plain, got: plain["parallel_tool_calls"] and not got["parallel_tool_calls"]),
+    ],
     "add_special_tokens": [(COMPLETION, False, same)],  # this tokenizer adds none
     "spaces_between_special_tokens": [(COMPLETION, False, same)],
 }  # fmt: skip

@@ -19,6 +19,7 @@ from google.rpc import error_details_pb2, status_pb2
 from openai import AsyncOpenAI, OpenAI
 from openai.types import Completion
 
+from octavo.calls import lingering_call
 from octavo.cli import main
 from octavo.retrying import RetryPolicy
 from octavo.shared.connections import allow_open_files
@@ -191,22 +192,33 @@ def test_a_whole_answer_survives_it_too(fake: Any, shared: Gateway) -> None:
     assert shared.post(COMPLETIONS, GREEDY)[1]["choices"][0]["text"] == text()
 
 
-def test_a_scheduler_that_comes_late_is_waited_for() -> None:
+@pytest.mark.parametrize("named", [{}, {"model": "fake"}], ids=["no-model", "model"])
+def test_a_scheduler_that_comes_late_is_waited_for(named: dict[str, str]) -> None:
+    """Also by the question what a name is that no scheduler has told yet."""
     with FakeServer() as there:
         port = there.port
     has_tried = threading.Event()
     policy = RetryPolicy(window_s=15.0, first_delay_s=0.01, on_wait=lambda _: has_tried.set())
     with gateway(f"127.0.0.1:{port}", policy) as early, ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(early.post, COMPLETIONS, GREEDY)
+        answer = pool.submit(early.post, COMPLETIONS, {**GREEDY, **named})
         assert has_tried.wait(15)
         with FakeServer(port):
             assert answer.result(15)[1]["choices"][0]["text"] == text()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_that_is_lost_while_an_echo_is_made_is_waited_for(fake: Any, shared: Gateway, stream: bool) -> None:
+    fake.num_lost_texts = 2
+    asked = {**GREEDY, "prompt": [104, 105], "echo": True, "stream": stream}
+    status, _, answer = shared.ask("POST", COMPLETIONS, asked)
+    assert (status, fake.num_lost_texts) == (200, 0) and '"text":"hi' in answer
+
+
 def test_one_that_does_not_come_is_an_error_in_time() -> None:
     with gateway("127.0.0.1:1", RetryPolicy(window_s=0.0)) as alone:
-        status, headers, body = alone.ask("POST", COMPLETIONS, GREEDY)
-        assert (status, headers["retry-after"], json.loads(body)["error"]["code"]) == (503, "1", "unavailable")
+        for asked in (GREEDY, {**GREEDY, "model": "fake"}):
+            status, headers, body = alone.ask("POST", COMPLETIONS, asked)
+            assert (status, headers["retry-after"], json.loads(body)["error"]["code"]) == (503, "1", "unavailable")
         assert alone.ask("GET", "/health")[0] == 503
 
 
@@ -437,6 +449,48 @@ def test_web_pages_may_call_only_where_they_are_let(server: FakeServer, shared: 
         assert open_one.ask("OPTIONS", CHATS, **{**asked, "origin": "https://b.example"})[0] == 400
 
 
+def test_openai_s_client_in_a_web_page_may_send_and_read_its_headers(fake: Any, server: FakeServer) -> None:
+    """As a browser asks for them in front of a call."""
+    own = ("arch", "lang", "os", "package-version", "retry-count", "runtime", "runtime-version", "timeout")
+    sent = {"authorization", "content-type", "idempotency-key", *(f"x-stainless-{name}" for name in own)}
+    fake.refusal = (CODE.RESOURCE_EXHAUSTED, "too many wait", details(RETRY))
+    with gateway(server.address, allow_origin=("https://a.example",)) as running:
+        asked = {"origin": "https://a.example", "access_control_request_method": "POST"}
+        asked["access_control_request_headers"] = ",".join(sorted(sent))
+        status, headers, _ = running.ask("OPTIONS", CHATS, **asked)
+        assert status == 200 and sent <= set(headers["access-control-allow-headers"].lower().split(","))
+        status, headers, _ = running.ask("POST", COMPLETIONS, GREEDY, origin="https://a.example")
+    exposed = set(headers["access-control-expose-headers"].split(", "))
+    assert status == 429 and {"retry-after", "retry-after-ms", "x-request-id", "x-should-retry"} <= exposed
+    assert {"x-ratelimit-limit-requests", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"} <= exposed
+
+
+@pytest.mark.parametrize(
+    ("headers", "options", "status"),
+    [
+        ({"host": "evil.example:8000", "origin": "http://evil.example:8000"}, {}, 403),
+        ({"host": "127.0.0.1.evil.example", "origin": "http://127.0.0.1.evil.example"}, {}, 403),
+        ({"host": "evil.example", "origin": "null"}, {}, 403),
+        ({"host": "localhost:8000", "origin": "http://localhost:8000"}, {}, 200),
+        ({"host": "[::1]:8000", "origin": "http://[::1]:8000"}, {}, 200),
+        ({"host": "llm.localhost", "origin": "http://llm.localhost"}, {}, 200),
+        ({"host": "llm.example"}, {}, 200),
+        ({"host": "llm.example", "origin": "https://llm.example"}, {"allow_origin": ("https://llm.example",)}, 200),
+        ({"host": "llm.example", "origin": "https://llm.example"}, {"allow_origin": ("*",)}, 200),
+        ({"host": "llm.example", "origin": "https://llm.example"}, {"host": "0.0.0.0"}, 200),
+    ],
+)
+def test_a_page_calls_a_server_on_loopback_by_a_name_of_this_machine(
+    fake: Any, server: FakeServer, headers: dict[str, str], options: dict[str, Any], status: int
+) -> None:
+    """A page from elsewhere that pointed its name here would be no other origin. A proxy may call it as it likes."""
+    with gateway(server.address, **options) as running:
+        found, body = running.post(COMPLETIONS, GREEDY, **headers)
+    assert found == status and len(fake.requests) == (status == 200)
+    if status == 403:
+        assert body["error"]["type"] == "permission_error" and "--allow-origin" in body["error"]["message"]
+
+
 def test_headers_go_on_where_they_are_named(fake: Any, server: FakeServer) -> None:
     with gateway(server.address, pass_header=("x-tenant",)) as running:
         running.post(COMPLETIONS, GREEDY, x_tenant="acme", authorization="Bearer k", x_other="1")
@@ -466,6 +520,29 @@ def request(body: Any, path: str = COMPLETIONS) -> bytes:
         f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
     )
     return head.encode() + content
+
+
+def test_an_answer_that_would_come_whole_is_given_up_a_while_after_it_began(
+    fake: Any, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler cuts a connection on which many calls are given up at once, and others' streams go over it."""
+    monkeypatch.setattr(lingering_call, "LEAST_S", 3600.0)
+    usage = pb.GenerateResponse(admission=pb.Admission(num_prompt_tokens=1), usage=pb.Usage(), model="fake")
+
+    def answer(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        while request.prompt == "left" and context.is_active():
+            time.sleep(0.01)
+        yield usage
+
+    fake.answer = answer
+    with gateway(server.address) as running:
+        with running.connect() as line:
+            line.sendall(request({**GREEDY, "prompt": "left"}))
+            wait_until(lambda: fake.requests)
+        wait_until(lambda: 'path="/v1/completions",status="499"' in running.metrics()[2])
+        assert running.post(COMPLETIONS, GREEDY)[0] == 200  # over the same connection, and so after what ended the call
+        assert not fake.cancelled.is_set()
+    assert fake.cancelled.wait(60)
 
 
 def test_one_that_goes_with_requests_behind_it_too(fake: Any, shared: Gateway) -> None:
@@ -556,11 +633,42 @@ def test_a_head_without_end_is_refused(shared: Gateway) -> None:
 
 def _send_headers(line: Any) -> None:
     try:
-        for _ in range(300):
+        for _ in range(3000):  # more than one reading at once, however late the server is
             line.sendall(b"x-a: " + b"a" * 1000 + b"\r\n")
             time.sleep(0.001)
     except OSError:
         pass
+
+
+CHUNKED = b"host: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def test_trailers_without_end_are_refused(fake: Any, shared: Gateway) -> None:
+    with shared.connect() as line:
+        line.sendall(b"POST /v1/completions HTTP/1.1\r\n" + CHUNKED + b"1\r\n{\r\n0\r\n")
+        sent = threading.Thread(target=_send_headers, args=(line,), daemon=True)
+        sent.start()
+        answer = line.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 400 ") and b"trailers" in answer
+
+
+def test_a_body_in_pieces_of_a_byte_is_taken(fake: Any, shared: Gateway) -> None:
+    body = json.dumps({**GREEDY, "prompt": "a" * 20_000}).encode()
+    chunks = b"".join(b"0001;a=b\r\n%c\r\n" % byte for byte in body)
+    with shared.connect() as line:
+        line.sendall(b"POST /v1/completions HTTP/1.1\r\nconnection: close\r\n" + CHUNKED + chunks + b"0\r\n\r\n")
+        answer = line.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 200 ") and len(fake.requests[0].prompt) == 20_000
+
+
+def test_trailers_are_no_part_of_the_head(fake: Any, shared: Gateway) -> None:
+    body = json.dumps(GREEDY).encode()
+    chunks = b"%x\r\n%b\r\n0\r\n" % (len(body), body)
+    with shared.connect() as line:
+        head = b"POST /v1/completions HTTP/1.1\r\nconnection: close\r\n" + CHUNKED
+        line.sendall(head + chunks + b"authorization: Bearer of-a-trailer\r\n\r\n")  # at once, before anybody reads any
+        assert line.makefile("rb").read().startswith(b"HTTP/1.1 200 ")
+    assert "authorization" not in fake.metadata[0]
 
 
 async def test_many_streams_at_once(fake: Any, shared: Gateway) -> None:

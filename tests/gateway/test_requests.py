@@ -289,6 +289,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (response, {"max_tokens": 4}, "max_tokens"),
     (response, {"metadata": {"a": float("inf")}}, "metadata"),
     (response, {"user": ["me"]}, "user"),
+    (response, {"parallel_tool_calls": "no"}, "parallel_tool_calls"),
 ]  # fmt: skip
 
 

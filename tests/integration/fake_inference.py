@@ -37,11 +37,12 @@ Answer = Callable[[pb.GenerateRequest, grpc.ServicerContext], Iterator[pb.Genera
 
 
 class FakeControl(pb_grpc.ControlServicer):
-    """Counts how often the prefix cache was flushed; can be watched."""
+    """Counts how often the prefix cache was flushed; can be watched. `flight_record`: pieces, each with its shard."""
 
     def __init__(self) -> None:
         self.num_flushes = 0
         self.withheld: list[tuple[str, int]] = []  # that were asked for
+        self.flight_record: list[tuple[int, bytes]] = []
         self._steps: queue.SimpleQueue[pb.StepSummary] = queue.SimpleQueue()
 
     def send_step(self) -> None:
@@ -61,6 +62,12 @@ class FakeControl(pb_grpc.ControlServicer):
 
     def GetView(self, request: pb.GetViewRequest, context: grpc.ServicerContext) -> pb.View:
         return pb.View(load=pb.Load(num_requests_running=3))
+
+    def DumpFlightRecord(
+        self, request: pb.DumpFlightRecordRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.FlightRecordPiece]:
+        for shard, data in self.flight_record:
+            yield pb.FlightRecordPiece(shard=shard, data=data)
 
     def FlushPrefixCache(
         self, request: pb.FlushPrefixCacheRequest, context: grpc.ServicerContext
@@ -83,6 +90,7 @@ class FakeInference(pb_grpc.InferenceServicer):
         self.can_resume = True
         self.max_model_len = 2048
         self.token_delay_s = 0.0
+        self.num_lost_texts = 0  # the next so many calls of Detokenize are lost
         self.cancelled = threading.Event()
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
@@ -162,6 +170,9 @@ class FakeInference(pb_grpc.InferenceServicer):
         return pb.TokenizeResponse(token_ids=text.encode())
 
     def Detokenize(self, request: pb.DetokenizeRequest, context: grpc.ServicerContext) -> pb.DetokenizeResponse:
+        if self.num_lost_texts:
+            self.num_lost_texts -= 1
+            context.abort(grpc.StatusCode.UNAVAILABLE, "lost on purpose")
         return pb.DetokenizeResponse(text=bytes(request.token_ids).decode())
 
 

@@ -130,19 +130,39 @@ def test_figures_are_switched(chat: Chat) -> None:
     assert not chat.commands.with_figures
 
 
-def test_several_lines_are_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    typed = iter(['"""one', "  two ", 'three"""', '"""alone"""', "next", '"""never ended'])
+def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    """`^C` is Ctrl-C."""
+    left = iter(lines)
 
     def read(prompt: str) -> str:
-        try:
-            return next(typed)
-        except StopIteration:
-            raise EOFError from None
+        line = next(left, None)
+        if line is None:
+            raise EOFError
+        if line == "^C":
+            raise KeyboardInterrupt
+        return line
 
     monkeypatch.setattr("builtins.input", read)
+
+
+def test_several_lines_are_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed(monkeypatch, ' """one ', "  two ", 'three"""', '""" alone """', " next ", '"""never ended')
     with LineReader([], keeps_history=False) as reader:
         found = [reader.read() for _ in range(4)]
-    assert found == ["one\ntwo\nthree", "alone", "next", None]
+    assert found == ["one\n  two \nthree", "alone", "next", None]
+
+
+def test_pasted_code_keeps_its_indentation(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed(monkeypatch, '"""', "    if wet:", "        swim()", '    """ ', '"""Why?', "\tgo", '"""')
+    with LineReader([], keeps_history=False) as reader:
+        assert reader.read() == "    if wet:\n        swim()"
+        assert reader.read() == "Why?\n\tgo"
+
+
+def test_ctrl_c_gives_up_all_lines_of_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed(monkeypatch, '"""one', "two", "^C", "next", "^C", "last")
+    with LineReader([], keeps_history=False) as reader:
+        assert [reader.read() for _ in range(5)] == ["", "next", "", "last", None]
 
 
 @pytest.mark.parametrize("keeps_history", [True, False])

@@ -87,6 +87,8 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         ["generate", "hi", "--address", "localhost"],
         ["generate", "hi", "--address", "localhost:1,localhost"],
         ["generate", "hi", "--retry-window", "soon"],
+        ["generate", "hi", "--json", "--stats"],
+        ["chat", "hi", "--json", "--stats"],
         ["chat", "hi", "--address", "localhost:x"],
         ["health", "localhost"],
         ["health", "--address", ":50051"],
@@ -214,6 +216,24 @@ def test_beams_come_with_their_scores_and_are_greedy_by_default(
     assert sampling.use_beam_search and sampling.early_stopping == pb.EARLY_STOPPING_NEVER
 
 
+def test_figures_of_what_comes_at_once_tell_no_first_token(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    end = pb.FINISH_REASON_STOP
+    server.inference.script = [
+        pb.GenerateResponse(admission=pb.Admission(num_prompt_tokens=1)),
+        pb.GenerateResponse(outputs=[pb.OutputDelta(token_ids=[1, 2], text="so so", finish_reason=end)]),
+        pb.GenerateResponse(usage=pb.Usage(prompt_tokens=1, completion_tokens=8)),
+    ]
+    assert main(["generate", "hi", "--address", server.address, "--best-of", "4", "--stats"]) == 0
+    told = re.fullmatch(r"1 tokens in, 8 out after (\d+\.\d\d) s, (\d+\.\d) tokens/s\n", capsys.readouterr().err)
+    assert told is not None and 8 / float(told[2]) == pytest.approx(float(told[1]), abs=0.006)
+    del server.inference.script[1]
+    server.inference.script[-1].usage.completion_tokens = 0
+    assert main(["generate", "hi", "--address", server.address, "--stats"]) == 0
+    assert re.fullmatch(r"1 tokens in, 0 out after \d+\.\d\d s\n", capsys.readouterr().err)
+
+
 def test_generate_streams_as_tokens_come(server: FakeServer) -> None:
     is_read = threading.Event()
 
@@ -238,6 +258,31 @@ def test_generate_as_chat_and_through_a_pipe(server: FakeServer) -> None:
         out, _ = process.communicate("What is a scheduler?\n")
     assert process.returncode == 0 and out.endswith("\n")
     assert server.inference.requests[0].messages.messages[0].content == "What is a scheduler?"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "utf-8:surrogateescape"])
+def test_a_prompt_that_is_no_text_is_one_line(server: FakeServer, encoding: str) -> None:
+    """Python reads it with an error, or, as in a container, without one."""
+    environ = {**os.environ, "PYTHONIOENCODING": encoding}
+    for prompt, piped in (("-", b"caf\xe9"), (os.fsdecode(b"caf\xe9"), b"")):
+        command = [sys.executable, "-m", "octavo", "generate", prompt, "--address", server.address]
+        done = subprocess.run(command, input=piped, capture_output=True, cwd=ROOT, env=environ)
+        assert done.returncode == 2 and not server.inference.requests
+        assert done.stderr.startswith(b"octavo generate: error: the prompt is no text in UTF-8")
+        assert done.stderr.count(b"\n") == 1
+
+
+def test_json_goes_where_not_every_character_does(server: FakeServer) -> None:
+    end = pb.FINISH_REASON_STOP
+    server.inference.script = [
+        pb.GenerateResponse(admission=pb.Admission(num_prompt_tokens=1)),
+        pb.GenerateResponse(outputs=[pb.OutputDelta(token_ids=[1], text="3 \u20ac", finish_reason=end)]),
+        pb.GenerateResponse(usage=pb.Usage(prompt_tokens=1, completion_tokens=1)),
+    ]
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    with octavo("generate", "hi", "--json", "--address", server.address, env=environ) as process:
+        out, _ = process.communicate()
+    assert process.returncode == 0 and json.loads(out)["outputs"][0]["text"] == "3 \u20ac"
 
 
 def test_chat_once(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -542,6 +587,21 @@ def test_what_the_system_refuses_is_one_line(tmp_path: Path, capsys: pytest.Capt
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert main(["scheduler"]) == 2
     assert capsys.readouterr().err == "octavo scheduler: error: no --worker is given: HOST:PORT or dns:///NAME:PORT\n"
+
+
+def test_a_fetched_flight_record_replaces_none_of_any_shard(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.control.flight_record = [(0, b"a"), (0, b"b"), (1, b"c")]
+    first, second = tmp_path / "record-0.jsonl.gz", tmp_path / "record-1.jsonl.gz"
+    fetch = ["replay", str(tmp_path / "record.jsonl.gz"), "--address", server.address]
+    second.write_bytes(b"of last week")
+    assert main(fetch) == 1
+    assert capsys.readouterr().err.endswith(f"{second} is there already: another name is wanted for what is fetched\n")
+    assert second.read_bytes() == b"of last week" and not first.exists()
+    second.unlink()
+    assert main(fetch) == 0
+    assert (first.read_bytes(), second.read_bytes()) == (b"ab", b"c")
 
 
 def test_a_part_that_is_not_installed_is_one_line() -> None:

@@ -24,7 +24,7 @@ from octavo.errors import RequestFailed
 from octavo.outputs import RequestOutput
 from octavo.retrying import RetryPolicy, Waiting
 from protos import inference_pb2 as pb
-from tests.integration.fake_inference import FakeServer, expected_tokens, text_of
+from tests.integration.fake_inference import Answer, FakeServer, expected_tokens, text_of
 
 QUICK = RetryPolicy(window_s=1.0, first_delay_s=0.01, max_delay_s=0.05)
 LOST = grpc.StatusCode.UNAVAILABLE
@@ -457,6 +457,65 @@ def test_a_client_that_is_closed_meanwhile_waits_for_no_scheduler(server: FakeSe
         with pytest.raises(RequestFailed, match="CANCELLED"):
             asked.result(20)
     assert not told
+
+
+def _begun(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+    yield pb.GenerateResponse(admission=pb.Admission(num_prompt_tokens=3))
+    yield pb.GenerateResponse(outputs=[pb.OutputDelta(text="t", token_ids=[1])])
+    yield from _silent(request, context)
+
+
+@pytest.mark.parametrize("answer", [_silent, _begun])
+async def test_an_async_client_that_is_closed_meanwhile_waits_for_no_scheduler(
+    server: FakeServer, answer: Answer
+) -> None:
+    told: list[Waiting] = []
+    came = asyncio.Event()
+
+    async def ask() -> None:
+        async for _ in client.generate("hello"):
+            came.set()
+
+    server.inference.answer = answer
+    client = AsyncClient(server.address, retry=RetryPolicy(on_wait=told.append))
+    asked = asyncio.create_task(ask())
+    while not (came.is_set() if answer is _begun else server.inference.requests):
+        await asyncio.sleep(0.01)
+    await client.close()
+    with pytest.raises(RequestFailed):
+        await asyncio.wait_for(asked, 20)
+    assert not told
+
+
+async def test_who_asks_a_client_that_is_closed_can_be_cancelled(server: FakeServer) -> None:
+    server.inference.answer = _silent
+    client = AsyncClient(server.address)
+    asked = asyncio.create_task(client.complete("hello"))
+    while not server.inference.requests:
+        await asyncio.sleep(0.01)
+    asked.cancel()
+    await client.close()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(asked, 20)
+
+
+def test_a_client_that_is_closed_while_it_waits_says_what_it_has_waited_for(server: FakeServer) -> None:
+    server.inference.refusal = (LOST, "gone", ())
+    client = Client(server.address, retry=RetryPolicy(on_wait=lambda _: client.close()))
+    with pytest.raises(RequestFailed, match="gone"):
+        list(client.generate("hello"))
+    assert len(server.inference.requests) == 1
+
+
+async def test_an_async_client_that_is_closed_while_it_waits_says_so_too(server: FakeServer) -> None:
+    closing: list[asyncio.Task[None]] = []
+    server.inference.refusal = (LOST, "gone", ())
+    policy = RetryPolicy(on_wait=lambda _: closing.append(asyncio.create_task(client.close())))
+    client = AsyncClient(server.address, retry=policy)
+    with pytest.raises(RequestFailed, match="gone"):
+        await client.complete("hello")
+    await closing[0]
+    assert len(server.inference.requests) == 1
 
 
 def test_what_is_meant_for_all_schedulers_reaches_all() -> None:

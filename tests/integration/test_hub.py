@@ -14,6 +14,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from octavo.models.errors import FetchError
+from octavo.models.fetch import available
 from octavo.models.hub_cache import HubName, find, wanted_files
 from tests.adapters import make_adapter
 from tests.fake_hub import TOKEN, FakeHub
@@ -101,6 +102,17 @@ def test_a_model_is_fetched_by_its_name_found_offline_listed_and_removed(
     assert removed["name"] == REPO and removed["freed_bytes"] > 0
     assert REPO not in octavo("model", "list").stdout
     assert "did you mean" not in reason(octavo("model", "show", REPO))
+
+
+def test_no_quantisation_is_removed_by_itself(hub: FakeHub, octavo: Command) -> None:
+    repo = "tiny/Tiny-GGUF"
+    hub.add(repo, {"t-Q4_K_M.gguf": b"four", "t-Q8_0.gguf": b"eight"})
+    kept = [fetched(octavo("model", "fetch", f"{repo}:{name}")) for name in ("Q4_K_M", "Q8_0")]
+    for name in ("Q4_K_M", "t-Q8_0.gguf"):
+        said = reason(octavo("model", "rm", f"{repo}:{name}", "--yes"))
+        assert f"`octavo model rm {repo}` removes all" in said and all(file.is_file() for file in kept)
+    assert octavo("model", "rm", repo, "--yes").returncode == 0
+    assert not any(file.exists() for file in kept)
 
 
 def test_a_worker_fetches_what_it_is_to_load_and_is_known_by_its_name(
@@ -212,6 +224,27 @@ def test_a_model_that_is_not_here_and_no_hub(octavo: Command) -> None:
     )
     said = reason(octavo("model", "fetch", REPO, HF_ENDPOINT="http://127.0.0.1:9"))
     assert f"{REPO} is not in the cache, and http://127.0.0.1:9 cannot be reached" in said
+
+
+@pytest.mark.parametrize(
+    ("load_format", "late"), [("auto", "generation_config.json"), ("tokenizer", "tokenizer_config.json")]
+)
+def test_what_came_but_for_one_small_file_is_not_all(
+    hub: FakeHub, files: dict[str, bytes], load_format: str, late: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+    template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    hub.add(REPO, {**files, late: b"{}"})
+    hub.unavailable.add(late)
+    with pytest.raises(FetchError, match="status 503"):
+        available(REPO, load_format=load_format, download_dir=tmp_path)
+    hub.unavailable.clear()
+    folder = available(REPO, load_format=load_format, download_dir=tmp_path)
+    assert (folder / late).read_bytes() == b"{}"
+    num_requests = len(hub.requests)
+    assert available(REPO, load_format=load_format, download_dir=tmp_path) == folder
+    assert len(hub.requests) == num_requests, "it is here"
 
 
 def test_a_shard_that_is_missing_makes_a_model_incomplete(

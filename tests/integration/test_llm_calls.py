@@ -197,6 +197,17 @@ def test_threads_take_turns_with_an_engine_or_are_told_why_not(folder: Path, mon
         assert ended == {"1": "abort", "2": "abort"}
 
 
+def test_an_engine_wants_an_id_that_its_outputs_are_told_apart_by(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_process, "WorkerProcess", AdapterWorker)
+    with LLMEngine(str(folder)) as engine:
+        for nobody in ("", None):
+            with pytest.raises(ValueError, match="request_id is empty"):
+                engine.add_request(nobody, "x", GREEDY)  # type: ignore[arg-type]  # as a script may
+        assert not engine.has_unfinished_requests()
+
+
 PIRATE, POET = LoRARequest("pirate", 1, "/adapters/pirate"), LoRARequest("poet", 2, "/adapters/poet")
 
 

@@ -26,6 +26,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
+from octavo.cli import main
 from octavo.models import fetch as fetch_module
 from octavo.models.catalog import list_models
 from octavo.models.errors import FetchError, GGUFError, SourceUnavailable
@@ -456,6 +457,28 @@ def test_the_hub_is_used_where_it_answers_at_the_pinned_revision(hub: FakeHub, c
     (cache / "link").symlink_to(there)
     assert served_name("./there", there) == served_name("./link", cache / "link") == "Real-0.5B"
     assert served_name("4-Bit.gguf", Path("4-Bit.gguf")) == "4-bit"
+
+
+def test_a_known_model_from_the_hub_is_listed_shown_and_removed_by_its_own_name(
+    hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    revision, repo = KNOWN_MODELS[NAME].hub_revision, KNOWN_MODELS[NAME].hub_repo
+    folder = fetch(NAME, report=quiet)
+    entries = {entry.name: entry for entry in list_models()}
+    assert entries.keys() == {NAME, repo}
+    entry = entries[NAME]
+    assert (entry.path, entry.source, entry.revisions) == (folder, "hub", ((revision, ()),))
+    assert entry.description and entry.size_bytes == len(b"{}" + b"weights" + b"{ }")
+    assert main(["model", "show", NAME]) == 0
+    assert f"revision    {revision}" in capsys.readouterr().out
+    assert main(["model", "rm", NAME, "--yes"]) == 0
+    assert [(entry.name, entry.path) for entry in list_models()] == [(NAME, None)]
+    assert not any(file.is_file() for file in folder.parents[1].rglob("*")), "what the snapshot led to is gone, too"
+
+
+def test_a_known_model_that_came_in_part_is_not_here(hub: FakeHub) -> None:
+    (fetch(NAME, report=quiet) / "model.safetensors").unlink()
+    assert {entry.name: entry.path for entry in list_models()}[NAME] is None
 
 
 def test_another_commit_than_the_known_one_is_not_taken(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:

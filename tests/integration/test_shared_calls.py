@@ -13,7 +13,7 @@ import pytest
 from octavo.calls import shared_calls
 from octavo.client import AsyncClient
 from octavo.errors import RequestFailed
-from octavo.retrying import RetryPolicy
+from octavo.retrying import RetryPolicy, Waiting
 from octavo.shared.rpc import bind
 from octavo.shared.tracing.context import TraceContext
 from octavo.shared.tracing.span import Span
@@ -267,9 +267,12 @@ async def test_a_scheduler_without_the_method_is_called_as_before() -> None:
 
 
 async def test_closing_a_client_ends_its_requests(scheduler: Scheduler) -> None:
-    client = AsyncClient(f"127.0.0.1:{scheduler.port}", retry=RetryPolicy(window_s=0.0), share_calls=True)
+    told: list[Waiting] = []
+    policy = RetryPolicy(on_wait=told.append)
+    client = AsyncClient(f"127.0.0.1:{scheduler.port}", retry=policy, share_calls=True)
     (stream,) = await begin(scheduler, client, "r1")
     await client.close()
     with pytest.raises(RequestFailed):
         await anext(stream)
+    assert not told
     await until(lambda: scheduler.core.abandoned == ["r1"], seconds=20)

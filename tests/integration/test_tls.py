@@ -124,6 +124,20 @@ def opened(certs: Path, role: str = "client") -> ssl.SSLContext:
     return context
 
 
+def test_load_over_https_trusts_and_shows_what_it_is_told(
+    served: Ports, certs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = ["--prompt-tokens=4", "--output-tokens=2", "--requests=2", "--streams=1"]
+    asked = ["bench", "serve", f"--url=https://localhost:{served.gateway}/v1", *load]
+    own = [f"--tls-client-cert-file={certs / 'client.pem'}", f"--tls-client-key-file={certs / 'client.key'}"]
+    assert main([*asked, f"--tls-ca-file={certs / 'ca.pem'}", *own]) == 0
+    capsys.readouterr()
+    assert main([*asked, *own]) == 1
+    assert "CERTIFICATE_VERIFY_FAILED" in capsys.readouterr().err.splitlines()[-1]
+    assert main([*asked, f"--tls-ca-file={certs / 'nowhere.pem'}", *own]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f"{certs / 'nowhere.pem'}")
+
+
 def test_https_before_it_and_for_metrics(served: Ports, certs: Path) -> None:
     body = json.dumps({"prompt": "The sea is", "max_tokens": 3, "ignore_eos": True, "temperature": 0}).encode()
     request = urllib.request.Request(

@@ -246,6 +246,29 @@ def test_a_worker_that_is_drained_is_not_waited_for():
     assert call.result(0) == 1
 
 
+def test_a_call_that_a_closed_channel_refuses_costs_neither_requests_nor_those_who_wait(monkeypatch):
+    """The step loop has yet to hear that the worker is lost."""
+    loop = Turned(steps_in_flight=1)
+    first = loop.join("first")
+    loop.load("a", first)
+    loop.submit("one")
+    loop.turn()
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("Cannot invoke RPC: Channel closed!")
+
+    monkeypatch.setattr(first, "call", refuse)
+    loop.answer(first)  # so that nothing of it is in flight
+    failed, waits = (loop.engine.unload_adapter("a") for _ in range(2))
+    loop.engine.worker_lost(first, "gone")
+    loop.turn()
+    assert isinstance(failed.exception(0), ValueError) and waits.result(0) == 1
+    second = loop.join("second", epoch=2)
+    assert second.steps[0].groups[0].request_id == "one"
+    loop.run_to_end(second)
+    assert loop.token_ids == {"one": [7] * 9} and loop.load("a", second) == 2
+
+
 def test_what_is_being_unloaded_is_not_loaded_again_by_late_news_or_by_who_joins():
     loop = Turned()
     first = loop.join("first")

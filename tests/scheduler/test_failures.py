@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.core.sequences.group_fault import GroupFault
+from scheduler_svc.engine.adapters import Adapters
 from scheduler_svc.engine.failures import LOSSES_IN_ALL, MAX_FAULTS_IN_A_ROW
 from tests.scheduler.hand_turned_loop import FakeLink, Loop
 
@@ -37,6 +40,20 @@ def test_one_that_was_told_to_go_costs_nobody_anything() -> None:
     loop.engine.worker_lost(link, "gone before it answered")
     loop.turn()
     assert losses(loop) == {"one": 0} and loop.engine.metrics.total().num_worker_losses == 0
+
+
+def test_a_fault_over_adapters_keeps_no_request_at_a_lost_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, link = at_work("one", "two", "three", "four", "waits")
+
+    def fail(*_: object) -> None:
+        raise ValueError
+
+    monkeypatch.setattr(Adapters, "worker_left", fail)
+    loop.engine.worker_lost(link, "gone")
+    loop.turn()
+    assert loop.engine.num_waiting == 5 and link.is_closed
+    loop.run_to_end(loop.join("next"))
+    assert all(tokens == [7] * 9 for tokens in loop.token_ids.values()) and len(loop.token_ids) == 5
 
 
 def test_who_was_charged_too_often_ends_with_the_number() -> None:

@@ -14,8 +14,9 @@ from scheduler_svc.models.served_model import ServedModel
 from scheduler_svc.models.served_models import ServedModels
 from scheduler_svc.requests.frontend import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, Frontend
 from scheduler_svc.requests.request_checks import TextSettings
+from scheduler_svc.requests.request_text import RequestTexts
 from tests.scheduler.tiny_served_model import tiny_served_model
-from tests.tiny_models import END_OF_TEXT, IM_END
+from tests.tiny_models import END_OF_TEXT, IM_END, IM_START
 
 BEAMS: dict[str, Any] = {"use_beam_search": True, "temperature": 0}
 
@@ -53,6 +54,21 @@ def test_the_end_of_a_prompt_is_what_is_left_of_a_truncated_one(model: ServedMod
     group = _prepare(model, {}, prompt="abcdef", truncate_prompt_tokens=2)
     assert group.sequences[0].token_ids.tolist() == list(b"ef")
     assert _prepare(model, {}, prompt="abc", truncate_prompt_tokens=9).num_prompt_tokens == 3
+
+
+@pytest.mark.parametrize("kind", ["prompt", "messages"])
+def test_text_with_a_token_that_the_model_has_no_row_for_is_refused(model: ServedModel, kind: str) -> None:
+    """As of a tokenizer with a token added behind the model's last one. Ids of a client's own are refused likewise."""
+    small = dataclasses.replace(model, vocab_size=IM_END)
+    messages = pb.Messages(messages=[pb.ChatMessage(role="user", content="abc")])
+    given: dict[str, Any] = {"prompt": "abc<|im_end|>"} if kind == "prompt" else {"messages": messages}
+    texts = RequestTexts(ServedModels.of(small), TextSettings())
+    complaint = rf"^{kind}: got token 258 \('<\|im_end\|>'\); accepted: 0 to 257$"
+    with pytest.raises(InvalidRequest, match=complaint):
+        texts.prepare(pb.GenerateRequest(**given))
+    with pytest.raises(InvalidRequest, match=complaint):
+        texts.tokenize(pb.TokenizeRequest(**given))
+    assert texts.prepare(pb.GenerateRequest(prompt="abc<|im_start|>")).token_ids == [*b"abc", IM_START]
 
 
 @pytest.mark.parametrize(("of_server", "of_model"), [(3, 20), (20, 3)])

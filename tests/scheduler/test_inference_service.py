@@ -11,16 +11,19 @@ from typing import Any
 import pytest
 
 from protos import inference_pb2 as pb
-from scheduler_svc.api.inference_service import InferenceService
+from scheduler_svc.api.inference_service import MAX_READ_BYTES, InferenceService
+from scheduler_svc.engine.engine_core import EngineCore
 from scheduler_svc.errors import NotReady, QueueFull, RequestRefused
 from scheduler_svc.models.served_model import ServedModel
 from scheduler_svc.models.served_models import ServedModels
 from scheduler_svc.output.mailboxes import Mailboxes
 from scheduler_svc.output.output_stream import TOKENS_A_PIECE, OutputStream
+from scheduler_svc.output.request_stream import RequestStream
 from scheduler_svc.requests.admission import Admission
 from scheduler_svc.requests.frontend import Frontend
 from scheduler_svc.requests.request_checks import TextSettings
 from scheduler_svc.requests.request_text import PreparedText, RequestText
+from tests.scheduler.hand_turned_loop import Loop
 from tests.scheduler.tiny_served_model import tiny_served_model
 
 
@@ -262,6 +265,44 @@ async def test_who_resumes_gives_way_to_others_and_is_dropped_with_its_client(
     with pytest.raises(NotReady, match="draining"):
         await late
     assert pieces.count("b") == -(-900 // TOKENS_A_PIECE) and max(map(len, turns)) == 1
+
+
+class NoWayOut:
+    """Of a request that nobody reads."""
+
+    def open(self, stream: RequestStream) -> None:
+        pass
+
+    async def write_all(self, stream: RequestStream) -> None:
+        pass
+
+    def close(self, stream: RequestStream) -> None:
+        pass
+
+
+async def test_a_large_request_that_had_its_turn_is_taken_though_the_queue_is_full(tmp_path: Path) -> None:
+    """One that had none is refused before any work is put into it."""
+    model = dataclasses.replace(tiny_served_model(tmp_path), max_model_len=80_000, max_cached_tokens=80_000)
+    loop, known = Loop(max_waiting_requests=1), [ServedModels.of(model)]
+    loop.submit("waits")
+    loop.engine.admitted_before.learn(["r"])
+    texts = LateTexts(known)
+    service = _service(texts, EngineCore(loop.engine), Admission(9, 1 << 20), known)
+
+    def request(request_id: str) -> bytes:
+        prompt = pb.TokenIds(ids=[97] * 70_000)
+        resume = [pb.ResumedOutput(index=0, token_ids=[98])]
+        params = pb.SamplingParams(seed=1)
+        return pb.GenerateRequest(
+            request_id=request_id, prompt_token_ids=prompt, resume=resume, sampling_params=params
+        ).SerializeToString()
+
+    assert len(request("r")) > MAX_READ_BYTES
+    with pytest.raises(QueueFull):
+        await service._answer(None, request("new"), NoWayOut())
+    assert texts.num_asked == 0
+    await service._answer(None, request("r"), NoWayOut())
+    assert [group.is_resumed for group in loop.engine.find("r")] == [True]
 
 
 async def _prepare(service: InferenceService, data: bytes = b"") -> Any:

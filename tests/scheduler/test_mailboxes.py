@@ -7,12 +7,15 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import scheduler_svc.output.mailboxes
 from protos import inference_pb2 as pb
+from protos import worker_pb2
 from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.core.sequences.sequence import SequenceGroup
+from scheduler_svc.output import prompt_logprobs
 from scheduler_svc.output.mailboxes import WRITES_AT_ONCE, Mailboxes, Pace
 from scheduler_svc.output.request_stream import RequestStream
 from scheduler_svc.text.tokenizer import Tokenizer
@@ -26,11 +29,13 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
     return Tokenizer.from_folder(folder)
 
 
-def stream(tokenizer: Tokenizer) -> RequestStream:
-    group = SequenceGroup("request", [1], pb.SamplingParams(), max_num_tokens=9999, arrival_ns=0)
-    return RequestStream(
+def stream(tokenizer: Tokenizer, num_tokens: int = 1, params: pb.SamplingParams | None = None) -> RequestStream:
+    prompt = [1] * num_tokens
+    group = SequenceGroup("request", prompt, params or pb.SamplingParams(), max_num_tokens=20_000, arrival_ns=0)
+    group.output = RequestStream(
         group, tokenizer, "model", streams=True, returns_prompt=False, finish_sequence=lambda sequence: None
     )
+    return group.output
 
 
 def say(mailboxes: Mailboxes, text: bytes, *streams: RequestStream, reason: FinishReason = FinishReason.NONE) -> None:
@@ -205,3 +210,60 @@ def test_delays():
     sent.at("a", 1.1)
     assert sent.delay_s("a", 1.15) == pytest.approx(0.95)
     assert sent.delay_s("a", 1.3) <= 0.0, "b is quiet for an interval: alone again"
+
+
+def of_prompt(num_tokens: int) -> worker_pb2.SequenceOutputs:
+    return worker_pb2.SequenceOutputs(
+        token_ids_i32=np.arange(num_tokens, dtype="<i4").tobytes(),
+        logprobs_f32=np.zeros(num_tokens, "<f4").tobytes(),
+        ranks_u32=np.ones(num_tokens, "<u4").tobytes(),
+    )
+
+
+def asking(tokenizer: Tokenizer, num_tokens: int) -> RequestStream:
+    return stream(tokenizer, num_tokens + 1, pb.SamplingParams(prompt_logprobs=0))
+
+
+async def test_logprobs_of_long_prompts_are_made_in_turns_and_hold_up_nobody_else(tokenizer, monkeypatch):
+    monkeypatch.setattr(prompt_logprobs, "LOGPROBS_A_PIECE", 10)
+    mailboxes = Mailboxes(asyncio.get_running_loop())
+    long, longer, plain = asking(tokenizer, 35), asking(tokenizer, 45), stream(tokenizer)
+    boxes = [mailboxes.open(each) for each in (long, longer, plain)]
+    for each in (long, longer):
+        mailboxes.take_prompt_logprobs(each.group, of_prompt(each.group.num_prompt_tokens - 1))
+    waiting = [asyncio.create_task(box.receive()) for box in boxes]
+    await asyncio.sleep(0)
+    say(mailboxes, b"a", long, longer, plain)
+    assert [each.is_ready for each in (long, longer, plain)] == [False, False, True]
+    for read in asyncio.as_completed(waiting, timeout=20):
+        message = await read
+        assert message.outputs[0].text == "a"
+        told = [each.token.token_id for each in message.prompt_logprobs[1:]]
+        assert told == list(range(len(told))) and len(told) in (0, 35, 45)
+    assert not mailboxes._behind
+
+
+async def test_logprobs_of_a_prompt_whose_reader_left_are_made_no_further(tokenizer, monkeypatch):
+    monkeypatch.setattr(prompt_logprobs, "LOGPROBS_A_PIECE", 10)
+    mailboxes, gone, other = Mailboxes(asyncio.get_running_loop()), asking(tokenizer, 10_000), asking(tokenizer, 20)
+    for each in (gone, other):
+        mailboxes.open(each)
+        mailboxes.take_prompt_logprobs(each.group, of_prompt(each.group.num_prompt_tokens - 1))
+    mailboxes.close(gone)
+    async with asyncio.timeout(20):
+        while mailboxes._behind:
+            await asyncio.sleep(0)
+    assert gone.make_prompt_logprobs() and not other.make_prompt_logprobs()
+
+
+async def test_logprobs_of_a_prompt_that_cannot_be_made_end_their_request_alone(tokenizer):
+    mailboxes, bad, good = Mailboxes(asyncio.get_running_loop()), asking(tokenizer, 9), asking(tokenizer, 9)
+    boxes = [mailboxes.open(each) for each in (bad, good)]
+    broken = of_prompt(9)
+    broken.ranks_u32 = b""
+    mailboxes.take_prompt_logprobs(bad.group, broken)
+    mailboxes.take_prompt_logprobs(good.group, of_prompt(9))
+    say(mailboxes, b"a", good)
+    messages = [await box.receive() for box in boxes]
+    assert [message.outputs[0].finish_reason for message in messages] == [FinishReason.ERROR, FinishReason.NONE]
+    assert [len(message.prompt_logprobs) for message in messages] == [0, 10]

@@ -55,9 +55,9 @@ class Call:
     def send(self, key: int, **kind: Any) -> None:
         self._requests.put_nowait(pb.GenerateManyRequest(key=key, **kind))
 
-    def ask(self, key: int, name: str, **params: Any) -> None:
-        params = {"max_tokens": 99, **params}
-        request = pb.GenerateRequest(request_id=name, prompt="abc", sampling_params=pb.SamplingParams(seed=1, **params))
+    def ask(self, key: int, name: str, *, stream: bool = True, **params: Any) -> None:
+        sampling = pb.SamplingParams(seed=1, **{"max_tokens": 99, **params})
+        request = pb.GenerateRequest(request_id=name, prompt="abc", stream=stream, sampling_params=sampling)
         self.send(key, request=request.SerializeToString())
 
     def half_close(self) -> None:
@@ -211,6 +211,22 @@ async def test_a_call_without_requests_ends(call: Call, monkeypatch: pytest.Monk
     call.core.say({"r1": "x"}, FinishReason.LENGTH)
     await asyncio.wait([call.task], timeout=20)
     assert call.task.done() and call.status is None
+
+
+async def test_a_call_does_not_end_before_a_request_that_has_nothing_to_say_for_long(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It began while the call waited for one, and wakes nobody before its end."""
+    monkeypatch.setattr(many_requests, "IDLE_S", 0.05)
+    other = Call(call.core, call.service)
+    other.ask(1, "r1", stream=False)
+    await other.until(lambda: "r1" in call.core.groups)
+    await asyncio.sleep(0.2)
+    assert not other.task.done() and not call.core.abandoned
+    call.core.say({"r1": "x"}, FinishReason.LENGTH)
+    await other.until(lambda: other.texts(1) == ["x"])
+    await asyncio.wait([other.task], timeout=20)
+    assert other.task.done() and other.status is None
 
 
 async def test_a_server_that_drains_lets_live_requests_end_and_refuses_others(call: Call) -> None:

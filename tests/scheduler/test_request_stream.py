@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as AbstractSequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from scheduler_svc.core.sequences.beam_search import BeamHypothesis, BeamSearch
 from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.engine.messages.logprob_columns import LogprobColumns
-from scheduler_svc.output import request_stream
+from scheduler_svc.output import prompt_logprobs, request_stream
 from scheduler_svc.output.request_stream import RequestStream
 from scheduler_svc.output.resumed_outputs import ResumedOutput
 from scheduler_svc.text.tokenizer import Tokenizer
@@ -42,12 +43,13 @@ class Reader:
         num_outputs: int = 1,
         best_of: int | None = None,
         beam_search: BeamSearch | None = None,
+        prompt: AbstractSequence[int] = (1, 2),
         **params: Any,
     ) -> None:
         self.told: list[Sequence] = []
         self.group = SequenceGroup(
             "request",
-            [1, 2],
+            prompt,
             pb.SamplingParams(**params),
             max_num_tokens=50,
             arrival_ns=time.monotonic_ns(),
@@ -336,6 +338,7 @@ def of_prompt(*token_ids: int) -> LogprobColumns:
 def test_logprobs_of_the_prompt_come_once_with_the_first_token(tokenizer, streams):
     reader = Reader(tokenizer, streams, prompt_logprobs=0)
     reader.stream.take_prompt_logprobs(of_prompt(2))
+    assert not reader.stream.make_prompt_logprobs()
     reader.read()
     assert not reader.messages, "no message of their own"
     reader.take(b"abc", LENGTH)
@@ -344,6 +347,35 @@ def test_logprobs_of_the_prompt_come_once_with_the_first_token(tokenizer, stream
     first, second = told[0].prompt_logprobs
     assert not first.HasField("token")
     assert (second.token.token_id, second.token.logprob, second.token.rank) == (2, -0.5, 1)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_there_is_nothing_to_read_before_the_logprobs_of_the_prompt_are_made(tokenizer, monkeypatch, ends):
+    monkeypatch.setattr(prompt_logprobs, "LOGPROBS_A_PIECE", 2)
+    reader = Reader(tokenizer, prompt_logprobs=0, prompt=[1, *range(2, 9)])
+    for token_ids in ((2, 3, 4), (5, 6, 7, 8)):
+        reader.stream.take_prompt_logprobs(of_prompt(*token_ids))
+    reader.take(b"a", LENGTH if ends else NONE)
+    num_pieces = 1
+    while reader.stream.make_prompt_logprobs():
+        num_pieces += 1
+        reader.read()
+        assert not reader.messages and not reader.stream.is_ready
+    reader.read()
+    assert num_pieces == 4 and reader.text == "a"
+    assert [each.token.token_id for each in reader.messages[0].prompt_logprobs] == [0, *range(2, 9)]
+
+
+def test_where_a_prompt_is_computed_anew_its_logprobs_are_those_of_the_last_time(tokenizer):
+    reader = Reader(tokenizer, prompt_logprobs=0)
+    reader.stream.take_prompt_logprobs(of_prompt(3))
+    reader.stream.begins_anew_elsewhere()
+    assert not reader.stream.make_prompt_logprobs()
+    reader.stream.take_prompt_logprobs(of_prompt(2))
+    reader.take(b"a", LENGTH)
+    assert not reader.stream.make_prompt_logprobs()
+    reader.read()
+    assert [each.token.token_id for each in reader.messages[0].prompt_logprobs] == [0, 2]
 
 
 def test_logprobs_of_a_prompt_that_was_not_computed_whole_are_not_told(tokenizer):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,11 +14,15 @@ from protos import inference_pb2 as pb
 from protos import shards_pb2
 from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.core.sequences.sequence import SequenceGroup
-from scheduler_svc.errors import FieldViolation, InvalidRequest, QueueFull
+from scheduler_svc.errors import DuplicateRequest, FieldViolation, InvalidRequest, QueueFull
+from scheduler_svc.frontends.core_link import CoreLink
 from scheduler_svc.output.mailboxes import Mailboxes
 from scheduler_svc.shards.shard_link import ShardLink
 from scheduler_svc.shards.sharded_core import ShardedCore
+from tests.fakes import FakeWorker
+from tests.scheduler.test_core_link import both_ends
 from tests.scheduler.test_routing_table import worker
+from tests.waiting import until
 
 
 class Reader:
@@ -93,6 +99,42 @@ async def test_a_request_that_is_aborted_on_its_way_ends_there(monkeypatch: pyte
         assert await reader.ends.get() == (FinishReason.ABORT, "")
         assert submitted == ([] if where == "before a shard has it" else shards[:1])
         assert not (core._moves or core._homes or core._ids or core._aborted)
+
+
+async def test_an_id_that_the_parent_gave_and_the_shard_has_yet_to_free_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client has resumed before the step loop there has heard that it was cut off."""
+    refusals, submit, goes_on = list[str](), CoreLink.submit, threading.Event()
+
+    async def claim(_: SequenceGroup) -> int:
+        return 1
+
+    async def noted(link: CoreLink, group: SequenceGroup, **options: bool) -> None:
+        try:
+            await submit(link, group, **options)
+        except DuplicateRequest as refusal:
+            refusals.append(str(refusal))
+            raise
+
+    monkeypatch.setattr(CoreLink, "submit", noted)
+    with FakeWorker(delay_s=0.01) as fake:
+        async with both_ends(tmp_path, fake) as ends, grpc.aio.insecure_channel("unix:/nowhere") as channel:
+            core = ShardedCore(channel, ends.mailboxes, num_shards=1, wait_timeout_s=20.0, max_losses=3)
+            monkeypatch.setattr(core._front, "claim", claim)
+            monkeypatch.setattr(core, "_choose", lambda *_: ends.link)
+            request = pb.GenerateRequest(request_id="r", prompt="|", sampling_params=pb.SamplingParams(ignore_eos=True))
+            former, again = ends.frontend.prepare(request), ends.frontend.prepare(request)
+            await core.submit(former, replaces=False)
+            ends.serving.engine.call(goes_on.wait)  # the step loop stands still
+            core.abandon(former)
+            submitting = asyncio.create_task(core.submit(again, replaces=True))
+            await until(lambda: refusals or submitting.done())
+            goes_on.set()
+            await asyncio.wait_for(submitting, 20)
+            assert core._homes.keys() == {again} and "is live already" in refusals[0]
+            core.abandon(again)
+            await ends.check_nothing_is_kept()
 
 
 async def test_a_former_life_of_a_shard_that_ends_late_leaves_its_next_one_alone(

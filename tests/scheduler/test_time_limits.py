@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.engine.time_limits import STALL_NS, WATCH_INTERVAL_S
 from tests.scheduler.hand_turned_loop import FakeLink, Loop
@@ -14,8 +16,8 @@ class Timed(Loop):
         self.now_ns = 100 * SECOND
         super().__init__(clock=lambda: self.now_ns, **settings)
 
-    def join_now(self, name: str, epoch: int = 1, max_loras: int = 0) -> FakeLink:
-        link = self.join(name, epoch, max_loras=max_loras)
+    def join_now(self, name: str, epoch: int = 1, max_loras: int = 0, model: str = "") -> FakeLink:
+        link = self.join(name, epoch, max_loras=max_loras, model=model)
         link.last_heard_ns = self.now_ns
         return link
 
@@ -81,6 +83,39 @@ def test_what_no_worker_can_hold_ends_after_the_same_time() -> None:
     assert not loop.ends
     loop.pass_time(2, link)
     assert "no other came within 30 s" in loop.ends["large"][1] and not link.is_closed
+
+
+@pytest.mark.parametrize("may_finish", [True, False])
+def test_what_comes_while_its_only_worker_is_drained_ends_after_the_same_time(may_finish: bool) -> None:
+    """However long that one goes on with what it has."""
+    loop = Timed(worker_wait_timeout_s=30.0)
+    link = loop.join_now("drained")
+    loop.submit("runs")
+    loop.turn()
+    loop.engine.drain_worker(loop.engine.workers[0], may_finish=may_finish)
+    loop.submit("new")
+    loop.turn()
+    loop.pass_time(29, link)
+    assert not loop.ends
+    loop.pass_time(2, link)
+    assert loop.ends.keys() == {"new"} and not link.is_closed
+    assert "that could hold it are drained, and take no new requests; no other came within 30 s" in loop.ends["new"][1]
+
+
+def test_what_a_worker_that_finishes_took_back_has_the_whole_time_once_that_one_is_lost() -> None:
+    loop = Timed(worker_wait_timeout_s=30.0)
+    finishes, other = loop.join_now("finishes", model="a"), loop.join_now("other", model="b")
+    loop.engine.submit(loop.group("one", model="a"))
+    loop.turn()
+    worker = loop.engine.workers[0]
+    loop.engine.drain_worker(worker, may_finish=True)
+    loop.engine._failures.start_over(worker, RuntimeError("ours"), set())
+    loop.pass_time(20, finishes, other)
+    loop.engine.worker_lost(finishes, "gone")
+    loop.pass_time(29, other)
+    assert not loop.ends
+    loop.pass_time(2, other)
+    assert "none of the workers that are left serves its model" in loop.ends["one"][1]
 
 
 def test_a_request_whose_adapter_nobody_can_load_any_more_is_told_so_and_does_not_keep_it() -> None:

@@ -20,6 +20,7 @@ from protos import worker_pb2
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.serving import Serving
 from scheduler_svc.workers import worker_client, worker_pool
+from scheduler_svc.workers.worker_client import StepStream, WorkerClient
 from scheduler_svc.workers.worker_pool import WorkerPool
 from tests.fakes import VOCAB_SIZE, FakeWorker
 from tests.waiting import wait_until
@@ -55,6 +56,42 @@ def test_addresses_of_a_name_come_and_go_and_who_serves_stays(monkeypatch: pytes
         found.remove("127.0.0.1:1")
         first.kill()
         wait_until(lambda: set(pool.clients) == _serving(pool) == {second.address})
+
+
+def test_one_that_joins_in_the_moment_in_which_its_address_goes_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has it already, and would go on giving it steps."""
+    monkeypatch.setattr(worker_pool, "DNS_INTERVAL_S", 0.01)
+    found, looks, were_looks = set[str](), list[set[str]](), threading.Event()
+    now = WorkerClient._now
+
+    def resolve(name: str) -> set[str]:
+        looks.append(set(found))
+        return looks[-1]
+
+    def late(client: WorkerClient, health: pb.WorkerHealth, problem: str) -> None:
+        if health == pb.WORKER_HEALTH_SERVING:  # it has joined, and has yet to say so
+            found.clear()
+            wait_until(lambda: looks[-2:] == [set(), set()])
+            were_looks.set()
+        now(client, health, problem)
+
+    monkeypatch.setattr(worker_pool, "resolve", resolve)
+    monkeypatch.setattr(WorkerClient, "_now", late)
+    with FakeWorker() as worker, pool_of("dns:///workers:1") as pool:
+        found.add(worker.address)
+        assert were_looks.wait(60)
+        wait_until(lambda: set(pool.clients) == _serving(pool) == {worker.address})
+
+
+def test_a_call_over_a_channel_that_is_closed_has_failed() -> None:
+    """The step loop asks before it hears that the worker is lost."""
+    with grpc.insecure_channel("127.0.0.1:1") as channel:
+        stream = StepStream("127.0.0.1:1", channel, "settings")
+    problems = list[str]()
+    for request in (worker_pb2.LoadAdapterRequest(name="a"), worker_pb2.UnloadAdapterRequest(name="a")):
+        stream.call(request, problems.append)
+    assert len(problems) == 2 and all("closed" in problem for problem in problems)
+    stream.close()
 
 
 def test_a_worker_that_another_is_to_hold_is_given_back_with_its_answers_and_may_come_again() -> None:

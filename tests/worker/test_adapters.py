@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -422,6 +423,18 @@ def test_a_folder_that_is_not_there_and_an_adapter_of_another_base_are_named(fol
     other = make_family("llama-yarn", tmp_path / "other", hidden_size=120)
     with pytest.raises(AdapterError, match=r"lora_A.weight is \[4, 157\], this model wants \[4, 158\]"):
         adapters.read(str(make_adapter(tmp_path / "adapter", other)))
+
+
+def test_an_adapter_is_known_by_both_of_its_files(folder: Path, tmp_path: Path) -> None:
+    """By which ranks of a group find that they have read the same one."""
+    _, adapters = load(folder)
+    one = make_adapter(tmp_path / "one", folder)
+    copied = Path(shutil.copytree(one, tmp_path / "copied"))
+    other_weights = make_adapter(tmp_path / "other", folder, seed=1)
+    digests = [adapters.read(str(each)).digest for each in (one, copied, other_weights)]
+    with_config(lora_alpha=9.0)(copied)
+    digests.append(adapters.read(str(copied)).digest)
+    assert digests[0] == digests[1] and len(set(digests)) == 3
 
 
 def test_sites_follow_from_the_model_alone(folder: Path) -> None:

@@ -296,6 +296,31 @@ def test_counts_begin_anew_with_another_lease() -> None:
     assert (counts.counts == 1).nonzero().tolist() == [[0, 4], [0, 5], [1, 4], [1, 5]]
 
 
+def test_memory_that_runs_out_for_counts_leaves_each_slot_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slot 0 has a sequence without penalties by now, so its row is to be given on, and another one is lacking."""
+
+    def run_out(num_rows: int) -> None:
+        raise MemoryError
+
+    states = states_of({"prompt": [1, 2], "generated": [3], "presence_penalty": 1.0})
+    counts = TokenCounts(VOCAB_SIZE)
+    counts.rows_of(states, np.array([0]))
+    step = worker_pb2.Step(step_id=2, released_slots_u16=np.array([0], "<u2").tobytes())
+    for slot, penalty in ((0, 0.0), (1, 1.0), (2, 1.0)):
+        params = inference_pb2.SamplingParams(seed=1, presence_penalty=penalty)
+        group = step.groups.add(request_id=f"next {slot}", num_prompt_tokens=1, sampling_params=params)
+        group.sequences.add(slot=slot, token_ids=[4, 5 + slot])
+    states.apply_blocks(step)
+    with monkeypatch.context() as patch:
+        patch.setattr(counts, "_grow", run_out)
+        with pytest.raises(MemoryError):
+            counts.rows_of(states, np.array([1, 2]))
+    assert counts.rows_of(states, np.array([1]))[0].tolist() == [0]
+    (rows,) = counts.rows_of(states, np.array([1, 2]))
+    assert rows.tolist() == [0, 1] == list(range(len(counts.counts)))
+    assert (counts.counts[rows] > 1).nonzero().tolist() == [[0, 6], [1, 7]]
+
+
 def test_a_forked_slot_is_adjusted_as_its_parent_is() -> None:
     numbers = np.random.default_rng(3)
     sequences = [{**random_sequence(numbers), "allowed_token_ids": list(range(0, 60, 2))} for _ in range(8)]

@@ -258,7 +258,7 @@ def test_a_rank_of_another_version_or_processor_is_refused(field: str, monkeypat
 
     monkeypatch.setattr(ParallelGroup, "exchange", exchange)
     nothing = MagicMock()
-    group = ParallelGroup(nothing, nothing, nothing, nothing, None, nothing)
+    group = ParallelGroup(nothing, nothing, nothing, nothing, None, nothing, nothing)
     with pytest.raises(GroupError, match=f"^rank 2 has {field.replace('_', ' ')} another, rank 0 has .+"):
         group.check_alike("hash", {"block_size": "16"})
 

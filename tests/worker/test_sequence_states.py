@@ -336,6 +336,12 @@ def _metadata(**sequence: Any) -> worker_pb2.Step:
     return step
 
 
+def _prompt_of(num_tokens: int) -> worker_pb2.Step:
+    step = _metadata()
+    step.groups[0].num_prompt_tokens = num_tokens
+    return step
+
+
 def _params(**params: Any) -> worker_pb2.Step:
     step = _metadata()
     step.groups[0].sampling_params.MergeFrom(inference_pb2.SamplingParams(**params))
@@ -371,6 +377,7 @@ REFUSED = {
     "metadata for occupied": _metadata(slot=0),
     "metadata, no such slot": _metadata(slot=4),
     "metadata without tokens": _metadata(token_ids=[]),
+    "metadata of a longer prompt": _prompt_of(3),
     "metadata too long": _metadata(token_ids=[1] * 17),
     "metadata, no such block": _metadata(block_table=[16]),
     "metadata, too many blocks": _metadata(block_table=range(5)),

@@ -19,7 +19,18 @@ from kernels import select
 from octavo.shared.cores import allowed_cores
 from protos import worker_pb2
 from tests.waiting import wait_until
-from tests.worker.fake_model import FakeModel, decode, fake_config, next_token, prefill, tokens_of
+from tests.worker.fake_model import (
+    VOCAB_SIZE,
+    FakeModel,
+    decode,
+    fake_config,
+    greedy,
+    next_token,
+    prefill,
+    slots_u16,
+    tokens_of,
+    u32,
+)
 from tests.worker.replayed_graphs import ReplayedGraphs
 from worker_svc.cache.cache_sizing import CacheSizes, size_cache
 from worker_svc.config import WorkerConfig
@@ -97,6 +108,22 @@ def test_the_next_step_is_launched_while_outputs_are_waited_for() -> None:
     assert [tokens_of(result) for result in run.results[:2]] == [[first], [next_token(first, 1)]]
     timings = run.results[2].timings
     assert timings.total_ns > timings.prepare_ns + timings.forward_ns + timings.sample_ns > 0
+
+
+def test_a_token_that_the_model_has_no_row_for_is_refused_with_the_whole_prompt() -> None:
+    """Also behind the first chunk, which brings its logprob: there it is looked up in a row, and never embedded."""
+    run = Run()
+    run.outputs.may_arrive.set()
+    step = prefill(1, [[3, VOCAB_SIZE]], params=greedy(prompt_logprobs=0))
+    step.groups[0].num_prompt_tokens = 2
+    step.rows.query_lens_u32, step.rows.num_samples_u16 = u32([1]), slots_u16([0])
+    resumed = prefill(2, [[3, VOCAB_SIZE - 1]])
+    resumed.resume_after, resumed.released_slots_u16 = 1, slots_u16([0])
+    run.submit(step, resumed)
+    wait_until(lambda: len(run.results) == 2, seconds=DEADLINE_S)
+    refused, taken = run.results
+    assert refused.error.code == worker_pb2.STEP_ERROR_CODE_PROTOCOL and f"holds {VOCAB_SIZE}," in refused.error.message
+    assert tokens_of(taken) == [next_token(VOCAB_SIZE - 1, 1)]
 
 
 def test_a_lease_ends_when_the_outputs_of_its_steps_are_here() -> None:

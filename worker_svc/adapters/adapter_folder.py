@@ -6,6 +6,7 @@ adapter_model.safetensors     base_model.model.MODULE.lora_A.weight [rank, in], 
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 
 from worker_svc.adapters.errors import AdapterError
-from worker_svc.adapters.peft_config import PeftConfig
+from worker_svc.adapters.peft_config import CONFIG_FILE, PeftConfig
 from worker_svc.adapters.sites import Site
 from worker_svc.models.checkpoint.checkpoint_files import Tensors, open_checkpoint
 from worker_svc.models.checkpoint.fused_parts import in_order, stored_rows
@@ -50,6 +51,7 @@ class Adapter:
 
     base: str  # the model's name in its configuration
     parts: Mapping[tuple[int, str], Sequence[LowRank]]
+    digest: bytes  # of both files, which all ranks of a group read
 
     def pinned(self) -> Adapter:
         """The same in memory that a GPU copies from while the host goes on."""
@@ -59,6 +61,7 @@ class Adapter:
                 place: [LowRank(low.a.pin_memory(), low.b.pin_memory(), low.first) for low in parts]
                 for place, parts in self.parts.items()
             },
+            self.digest,
         )
 
 
@@ -71,9 +74,15 @@ def read_adapter(folder: Path, sites: Sequence[Site], max_rank: int) -> Adapter:
     if not path.is_file():
         raise AdapterError(f"{folder} has no {WEIGHTS_FILE}")
     try:
-        return _Reader(path, config, sites, max_rank).read(open_checkpoint([path], "safetensors"))
+        parts = _Reader(path, config, sites, max_rank).read(open_checkpoint([path], "safetensors"))
     except ModelError as error:
         raise AdapterError(str(error)) from None
+    return Adapter(config.base, parts, _sha256(folder / CONFIG_FILE) + _sha256(path))
+
+
+def _sha256(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 class _Reader:
@@ -81,7 +90,8 @@ class _Reader:
         self._path, self._config, self._max_rank = path, config, max_rank
         self._places = {module: (site, i) for site in sites for i, module in enumerate(site.modules)}
 
-    def read(self, tensors: Tensors) -> Adapter:
+    def read(self, tensors: Tensors) -> dict[tuple[int, str], list[LowRank]]:
+        """By site: (layer, kind)."""
         modules: dict[str, set[str]] = {}
         for name in tensors:
             modules.setdefault(self._module_of(name), set()).add(name)
@@ -97,7 +107,7 @@ class _Reader:
             if not site.is_here:
                 continue  # a rank of that stage reads, and checks, it
             parts.setdefault((site.layer, site.kind), []).append(self._low_rank(module, tensors))
-        return Adapter(self._config.base, parts)
+        return parts
 
     def _check_targets(self, modules: Collection[str]) -> None:
         """A module that lost its tensors would be computed as the base does, and nobody would hear of it."""

@@ -76,7 +76,9 @@ def _read_sequence(
     block_table = np.fromiter(data.block_table, np.int64, len(data.block_table))
     if not 0 < token_ids.size <= states.max_model_len:
         raise ProtocolError(f"{name} brings {token_ids.size} tokens, not 1 to {states.max_model_len}")
-    check_below(token_ids, 1 << 31, f"token_ids in {name}")
+    check_below(token_ids, states.vocab_size, f"token_ids in {name}")
+    if group.num_prompt_tokens > token_ids.size:
+        raise ProtocolError(f"{name} says {group.num_prompt_tokens} tokens of a prompt, and brings {token_ids.size}")
     check_below(block_table, states.num_device_blocks, f"block_table in {name}")
     if block_table.size > states.max_blocks:
         raise ProtocolError(f"{name} brings {block_table.size} blocks, more than {states.max_blocks}")

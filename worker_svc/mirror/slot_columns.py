@@ -18,13 +18,15 @@ class SlotColumns:
         block_size: int,
         num_device_blocks: int,
         num_host_blocks: int = 0,
+        vocab_size: int = 1 << 31,
     ) -> None:
-        """Sizes in sequences, tokens, tokens a block, blocks."""
+        """Sizes in sequences, tokens, tokens a block, blocks. `vocab_size`: sequences bring tokens below it."""
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.num_device_blocks = num_device_blocks
         self.num_host_blocks = num_host_blocks
+        self.vocab_size = vocab_size
         self.max_blocks = -(-max_model_len // block_size)
         self.occupied = np.zeros(max_num_seqs, np.bool_)  # [slots]
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)  # [slots, max_model_len]

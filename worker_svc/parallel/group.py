@@ -1,8 +1,8 @@
 """A worker's parallel group: its ranks, met and found to be alike, and what they tell each other.
 
 Rank 0 serves. It tells the others what it begins, in order; they do the same with their part of the model, and answer
-nobody. Tensors go from rank to rank within that work (`ranks`, `stages`). A rank that ends, hangs or fails ends the
-group.
+nobody. Tensors go from rank to rank within that work (`ranks`, `stages`). A rank that ends, is stopped or fails ends
+the group (`Watch`). One whose work never ends does not: it counts on, and a scheduler has deadlines.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ class ParallelGroup:
         channel: StepChannel,
         answers: StepChannel | None,
         watch: Watch,
+        aside: dist.ProcessGroup,
     ) -> None:
         self.member, self.ranks, self.stages, self.answers = member, ranks, stages, answers
-        self._channel, self._watch = channel, watch
+        self._channel, self._watch, self._aside = channel, watch, aside
 
     @property
     def is_first(self) -> bool:
@@ -77,13 +78,20 @@ class ParallelGroup:
 
     def exchange(self, message: M) -> list[M]:
         """The message that each rank gives, in the order of ranks. All of them have to call this together."""
+        return self._exchange(message, None)
+
+    def exchange_aside(self, message: M) -> list[M]:
+        """As `exchange`, on one thread of each rank that is not the model's: steps go on meanwhile."""
+        return self._exchange(message, self._aside)
+
+    def _exchange(self, message: M, group: dist.ProcessGroup | None) -> list[M]:
         data = message.SerializeToString()
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.member.size)]
-        dist.all_gather(lengths, torch.tensor([len(data)]))
+        dist.all_gather(lengths, torch.tensor([len(data)]), group)
         longest = max(max(map(int, lengths)), 1)
         padded = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
-        dist.all_gather(parts, padded)
+        dist.all_gather(parts, padded, group)
         return [
             type(message).FromString(part[: int(length)].numpy().tobytes())
             for part, length in zip(parts, lengths, strict=True)
@@ -162,6 +170,7 @@ def meet(
         dist.init_process_group(backend, store=meeting, rank=member.rank, world_size=member.size, timeout=_FOR_EVER)
         if channel is None:
             channel = GroupChannel(dist.new_group(backend="gloo", timeout=_FOR_EVER))
+        aside = _new_group(list(range(member.size)), "gloo")
         layout = Layout(member.size // num_stages, num_stages)
         is_ordered = is_ordered or device.type == "cpu"
         ranks, stages = _ranks(member.rank, layout, is_ordered=is_ordered), _stages(member.rank, layout)
@@ -171,7 +180,7 @@ def meet(
         why = " ".join(str(error).split())[:200]
         raise StartupError(f"rank {member.rank} of {member.size} has not met the others at {where}: {why}") from None
     watch.start()
-    return ParallelGroup(member, ranks, stages, channel, answers, watch)
+    return ParallelGroup(member, ranks, stages, channel, answers, watch, aside)
 
 
 def _ranks(rank: int, layout: Layout, *, is_ordered: bool) -> Ranks:

@@ -2,7 +2,7 @@
 
 The logits after position p say how likely the token at p + 1 was, so the first token of a prompt has none, and the last
 token of a chunk brings that of the next one. Where nothing of a prompt was found in a cache, its chunks together bring
-every token but the first.
+every token but the first. All of them are within the vocabulary: the mirror refuses a prompt with others at once.
 """
 
 from __future__ import annotations

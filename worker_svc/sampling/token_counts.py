@@ -88,15 +88,15 @@ class TokenCounts:
         if not missing.size:
             return
         used = np.flatnonzero(self._row_of >= 0)
-        vacant = used[~states.sampling.is_penalised[used]]  # a slot that came to have another sequence since
-        taken = self._row_of[vacant[: missing.size]]
-        self._row_of[vacant[: missing.size]] = -1
-        self._tenancy[taken] = -1  # another slot's sequence may have the same number as the one that was counted here
-        first = len(self._num_counted)
-        num_new = missing.size - taken.size
-        self._row_of[missing] = np.concatenate([taken, np.arange(first, first + num_new)])
+        # Slots that came to have another sequence since.
+        vacant = used[~states.sampling.is_penalised[used]][: missing.size]
+        first, num_new = len(self._num_counted), missing.size - vacant.size
         if num_new:
-            self._grow(num_new)
+            self._grow(num_new)  # before any slot has another row: memory may run out
+        taken = self._row_of[vacant]
+        self._row_of[vacant] = -1
+        self._tenancy[taken] = -1  # another slot's sequence may have the same number as the one that was counted here
+        self._row_of[missing] = np.concatenate([taken, np.arange(first, first + num_new)])
 
     def _grow(self, num_rows: int) -> None:
         self.counts = torch.cat([self.counts, self.counts.new_zeros(num_rows, self.counts.shape[1])])

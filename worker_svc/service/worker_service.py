@@ -149,8 +149,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def LoadAdapter(
         self, request: worker_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.LoadAdapterResponse:
-        """Reads an adapter while steps run on, and returns when groups may use it. FAILED_PRECONDITION where it cannot
-        be loaded, with a line that says why; UNIMPLEMENTED without --enable-lora."""
+        """Reads an adapter, on all ranks, while steps run on, and returns when groups may use it. FAILED_PRECONDITION
+        where it cannot be loaded, with a line that says why; UNIMPLEMENTED without --enable-lora."""
         adapters = self._worker.adapters
         if adapters is None:
             await refuse(context, grpc.StatusCode.UNIMPLEMENTED, _NO_ADAPTERS)

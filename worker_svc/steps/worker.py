@@ -88,6 +88,8 @@ class Worker:
         self._num_submitted = 0  # steps
         self._touching: TouchAhead | None = None  # the cache
         self._giving_way: GivingWay | None = None  # to neighbours
+        self._reader: ModelThread | None = None  # of adapters, on each rank of a group
+        self._read: Future[Adapter] | None = None  # what rank 0 has had this one read, and loads next
 
     # ---- Sizes ------------------------------------------------------------------------------------------------------
 
@@ -127,9 +129,18 @@ class Worker:
         return self.thread.call(lambda: self._initialize(limits))
 
     def _initialize(self, limits: Limits) -> worker_pb2.InitializeResponse:
+        """The process ends where a rank of a group fails in that alone: the others wait for it, now or next time."""
         row = TerminalRow()
         try:
             return self._initialize_for(limits, row)
+        except GroupError:  # of all ranks
+            raise
+        except Exception as error:
+            if self._group is not None:
+                log.exception("this rank cannot be initialized")
+                self._group.tell_failure(error)
+                self._end_process()
+            raise
         finally:
             row.clear()
 
@@ -231,17 +242,11 @@ class Worker:
         )
 
     def _capture(self, limits: Limits, most_bytes: int) -> None:
-        """Decode steps, then others. The process ends where a rank of a group fails in that: the others wait for it."""
+        """Decode steps, then others."""
         is_alone, runner = self._group is None, self._runner
         of_all = limits.max_model_len, most_bytes
-        try:
-            runner.capture_graphs(limits.max_num_seqs, *of_all, is_alone=is_alone)
-            runner.capture_mixed_graphs(limits.max_num_batched_tokens, *of_all, is_alone=is_alone)
-        except Exception:
-            if not is_alone:
-                log.exception("graphs of steps cannot be captured")
-                self._end_process()
-            raise
+        runner.capture_graphs(limits.max_num_seqs, *of_all, is_alone=is_alone)
+        runner.capture_mixed_graphs(limits.max_num_batched_tokens, *of_all, is_alone=is_alone)
 
     def _keep_what_all_captured(self) -> None:
         """Keeps the graphs that every rank has: a collective within one waits for the others' replay."""
@@ -280,6 +285,7 @@ class Worker:
         self._settle()
         if self._runner.adapters is not None:
             self._runner.adapters.clear()
+        self._read = None
         cached_blocks = self._cached_blocks.told(None if self._pipeline is None else self._pipeline.states)
         states = SequenceStates(
             self._sizes.max_num_seqs,
@@ -287,6 +293,7 @@ class Worker:
             self.config.block_size,
             self._sizes.num_device_blocks,
             self._sizes.num_host_blocks,
+            self._runner.config.vocab_size,
         )
         self._pipeline = StepPipeline(
             self._runner,
@@ -308,27 +315,56 @@ class Worker:
         return self._runner.adapters
 
     def load_adapter(self, request: worker_pb2.LoadAdapterRequest, adapter: Adapter) -> Future[None]:
-        """Groups of later steps may use it. The future may hold an AdapterError."""
-        return self.thread.call(lambda: self._load_adapter(request, adapter))
+        """Groups of later steps may use it; steps run on while other ranks read it. The future may hold an
+        AdapterError."""
+        if self._group is None:
+            return self.thread.call(lambda: self._load_adapter(request, adapter))
+        return self._reader_thread().call(lambda: self._load_on_all_ranks(request, adapter))
 
-    def _load_adapter(self, request: worker_pb2.LoadAdapterRequest, adapter: Adapter | None) -> None:
-        """None: it has yet to be read, by a rank that does not serve."""
+    def _load_on_all_ranks(self, request: worker_pb2.LoadAdapterRequest, adapter: Adapter) -> None:
+        """On rank 0, one adapter after another: no rank has two that are read and not loaded yet."""
+        self.thread.call(lambda: self._begin_reading(request)).result()
+        self._read_as_others(request.path, adapter)
+        self.thread.call(lambda: self._load_adapter(request, adapter)).result()
+
+    def _begin_reading(self, request: worker_pb2.LoadAdapterRequest) -> None:
+        self.check_epoch(request.epoch)
+        self._tell(read_adapter=request)
+
+    def _load_adapter(self, request: worker_pb2.LoadAdapterRequest, adapter: Adapter) -> None:
         assert self._runner.adapters is not None
         self.check_epoch(request.epoch)
         assert self._pipeline is not None, "a lease without a pipeline"
         self._tell(load_adapter=request)
-        error = ""
-        try:
-            adapter = adapter or self._runner.adapters.read(request.path)
-        except AdapterError as own:
-            error = str(own)
-        if self._group is not None:
-            for rank, answer in enumerate(self._group.exchange(ranks_pb2.RankAdapter(error=error))):
-                if answer.error:
-                    raise AdapterError(f"rank {rank}: {answer.error}")
-        assert adapter is not None
         self._runner.adapters.load(request.name, request.generation, adapter)
         self._pipeline.states.loaded_adapters = self._runner.adapters.names
+
+    def _read_as_others(self, path: str, adapter: Adapter | None = None) -> Adapter:
+        """What all ranks have read; None: this one has yet to. On a thread beside the model's: no step waits for the
+        slowest disk. Raises AdapterError on all ranks."""
+        assert self._runner.adapters is not None and self._group is not None
+        mine = ranks_pb2.RankAdapter()
+        try:
+            adapter = adapter or self._runner.adapters.read(path)
+            mine.digest = adapter.digest
+        except AdapterError as own:
+            mine.error = str(own)
+        except Exception as own:  # a mistake of ours, and the others wait all the same
+            log.exception("an adapter cannot be read", path=path)
+            mine.error = str(AdapterError(f"{type(own).__name__}: {own}"))
+        first, *_ = everyones = self._group.exchange_aside(mine)
+        for rank, answer in enumerate(everyones):
+            if answer.error:
+                raise AdapterError(f"rank {rank}: {answer.error}")
+            if answer.digest != first.digest:  # an older copy on another machine, say: its products would be added up
+                raise AdapterError(f"rank {rank} has read other files than rank 0: {path}")
+        assert adapter is not None, "an error of its own is among all"
+        return adapter
+
+    def _reader_thread(self) -> ModelThread:
+        if self._reader is None:
+            self._reader = self._new_thread("adapters")
+        return self._reader
 
     def unload_adapter(self, request: worker_pb2.UnloadAdapterRequest) -> Future[None]:
         """Nobody uses it any more. The future may hold an AdapterError."""
@@ -391,7 +427,7 @@ class Worker:
         match command.WhichOneof("kind"):
             case "initialize":
                 asked = command.initialize
-                with contextlib.suppress(StartupError):  # of all ranks, and rank 0 answers it
+                with contextlib.suppress(GroupError):  # of all ranks, and rank 0 answers it
                     limits = Limits(asked.max_num_seqs, asked.max_num_batched_tokens, asked.max_model_len)
                     self._initialize(limits)
             case "begin_lease":
@@ -400,9 +436,13 @@ class Worker:
                 assert self._pipeline is not None, "a step before a lease"
                 self._num_submitted += 1
                 self._pipeline.take(command.step, StepTimer(time.perf_counter_ns()), lambda result: None)
+            case "read_adapter":
+                self._read = self._reader_thread().call(partial(self._read_as_others, command.read_adapter.path))
             case "load_adapter":
+                read, self._read = self._read, None
+                assert read is not None, "an adapter is loaded that was not read"
                 with contextlib.suppress(AdapterError):  # likewise
-                    self._load_adapter(command.load_adapter, None)
+                    self._load_adapter(command.load_adapter, read.result())
             case "unload_adapter":
                 with contextlib.suppress(AdapterError):
                     self._unload_adapter(command.unload_adapter)
@@ -412,9 +452,7 @@ class Worker:
     def _when_here(self, launched: Launched, then: Callable[[], None]) -> None:
         """Waits on a thread of its own, so that the model thread can launch what comes next."""
         if self._waiter is None:
-            self._waiter = ModelThread("outputs")
-            if self.device.type == "cuda":  # a thread begins on the first GPU, and would take memory of it
-                self._waiter.submit(lambda: torch.cuda.set_device(self.device))
+            self._waiter = self._new_thread("outputs")
 
         def wait() -> None:
             with contextlib.suppress(Exception):  # it is raised again where the outputs are read
@@ -422,6 +460,12 @@ class Worker:
             self.thread.submit(then)
 
         self._waiter.submit(wait)
+
+    def _new_thread(self, name: str) -> ModelThread:
+        thread = ModelThread(name)
+        if self.device.type == "cuda":  # it begins on the first GPU, and would take memory of it
+            thread.submit(lambda: torch.cuda.set_device(self.device))
+        return thread
 
 
 def _is_fatal_to_a_group(error: Exception) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,7 +20,8 @@ MAX_REASON = 4096  # bytes of an error's body that are read
 class HttpTarget:
     """`url` is the base with its version, `http://127.0.0.1:8000/v1`. To be made within an event loop.
 
-    Prompts are ids where `takes_ids`, and text for chats. `ignore_eos` is sent as vLLM and Octavo take it.
+    Prompts are ids where `takes_ids`, and text for chats. `ignore_eos` is sent as vLLM and Octavo take it. `context` is
+    of https; None: the system's authorities are trusted.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class HttpTarget:
         chat: bool = False,
         takes_ids: bool = False,
         ignore_eos: bool = True,
+        context: ssl.SSLContext | None = None,
     ) -> None:
         self._url = f"{url.rstrip('/')}/{'chat/completions' if chat else 'completions'}"
         self._chat, self._takes_ids = chat, takes_ids
@@ -39,7 +42,7 @@ class HttpTarget:
         if ignore_eos:
             self._body["ignore_eos"] = True
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, ssl=context or True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             headers={"authorization": f"Bearer {api_key}"} if api_key else None,
         )
@@ -67,6 +70,8 @@ class HttpTarget:
                     self._take(data, record, clock)
                 if not is_done:
                     raise RequestError("the stream broke off")
+        except aiohttp.ClientSSLError as error:
+            raise RequestError("no connection", " ".join(str(error).split())) from None
         except aiohttp.ClientConnectorError:
             raise RequestError("no connection") from None
         except aiohttp.ClientError as error:

@@ -156,6 +156,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise OptionError("--shared-tokens and --output-tokens go with --prompt-tokens")
     if arguments.url and not arguments.url.startswith(("http://", "https://")):
         raise OptionError(f"--url begins with http:// or https://, as http://{arguments.url} does")
+    if arguments.url and arguments.url.startswith("http://") and connection.uses_tls(arguments):
+        raise OptionError("--tls and its files go with a --url of https://")
     if arguments.url is None and (arguments.chat or arguments.vocab_size):
         raise OptionError("--chat and --vocab-size go with --url")
     if arguments.requests == 0:
@@ -236,6 +238,7 @@ def _target(arguments: argparse.Namespace) -> GrpcTarget | HttpTarget:
         chat=arguments.chat,
         takes_ids=arguments.vocab_size is not None,
         ignore_eos=not arguments.keep_eos,
+        context=connection.ssl_context(arguments) if arguments.url.startswith("https://") else None,
     )
 
 

@@ -16,6 +16,8 @@ from octavo.shared.options import OptionError
 from octavo.shared.ports import is_loopback
 
 if TYPE_CHECKING:
+    import ssl
+
     import grpc
 
     from octavo.client import Client
@@ -174,6 +176,24 @@ def credentials(arguments: argparse.Namespace) -> grpc.ChannelCredentials | None
         return channel_credentials(*files)
     except OSError as error:
         raise CommandError(f"{error.filename}: {error.strerror}") from None
+
+
+def ssl_context(arguments: argparse.Namespace) -> ssl.SSLContext:
+    """The same for https. Raises OSError for files that cannot be read, or are no certificates."""
+    import ssl
+
+    ca_file, cert_file, key_file = files = (
+        arguments.tls_ca_file,
+        arguments.tls_client_cert_file,
+        arguments.tls_client_key_file,
+    )
+    for file in filter(None, files):
+        with open(file, "rb"):  # which names the file that is not there
+            pass
+    context = ssl.create_default_context(cafile=ca_file)
+    if cert_file:
+        context.load_cert_chain(cert_file, key_file)
+    return context
 
 
 @contextmanager

@@ -6,6 +6,7 @@ progress bars that several draw at once one is shown.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 
@@ -32,8 +33,7 @@ class Screen:
         """Writes a line above the row that is being drawn."""
         clear = "\r\x1b[K" if self._is_drawn else ""
         self._is_drawn = False
-        sys.stderr.write(f"{clear}{text}\n")
-        sys.stderr.flush()
+        self._write(f"{clear}{text}\n")
 
     def draw(self, child: ChildOutput, text: str) -> None:
         """Draws the last row over; another child's is left alone until that child has cleared it."""
@@ -41,8 +41,13 @@ class Screen:
             return
         self._is_drawn = bool(plain(text))
         self._drawing = child if self._is_drawn else None
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        self._write(text)
+
+    def _write(self, text: str) -> None:
+        # Whoever read it may be gone: what children write is read all the same, or they would wait for that for ever.
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(text)
+            sys.stderr.flush()
 
 
 class ChildOutput:
