@@ -27,6 +27,7 @@ from protos import ranks_pb2, worker_pb2
 from worker_svc.adapters.adapter_folder import Adapter
 from worker_svc.adapters.adapter_set import AdapterSet
 from worker_svc.adapters.errors import AdapterError
+from worker_svc.adapters.reading_on_ranks import read_on_all_ranks
 from worker_svc.cache.cache_engine import CacheEngine
 from worker_svc.cache.cache_sizing import CacheSizes, Limits, size_cache
 from worker_svc.cache.cached_blocks import CachedBlocks
@@ -324,8 +325,12 @@ class Worker:
     def _load_on_all_ranks(self, request: worker_pb2.LoadAdapterRequest, adapter: Adapter) -> None:
         """On rank 0, one adapter after another: no rank has two that are read and not loaded yet."""
         self.thread.call(lambda: self._begin_reading(request)).result()
-        self._read_as_others(request.path, adapter)
+        self._read_on_all_ranks(request.path, adapter)
         self.thread.call(lambda: self._load_adapter(request, adapter)).result()
+
+    def _read_on_all_ranks(self, path: str, adapter: Adapter | None = None) -> Adapter:
+        assert self._runner.adapters is not None and self._group is not None
+        return read_on_all_ranks(self._group, self._runner.adapters, path, adapter)
 
     def _begin_reading(self, request: worker_pb2.LoadAdapterRequest) -> None:
         self.check_epoch(request.epoch)
@@ -338,28 +343,6 @@ class Worker:
         self._tell(load_adapter=request)
         self._runner.adapters.load(request.name, request.generation, adapter)
         self._pipeline.states.loaded_adapters = self._runner.adapters.names
-
-    def _read_as_others(self, path: str, adapter: Adapter | None = None) -> Adapter:
-        """What all ranks have read; None: this one has yet to. On a thread beside the model's: no step waits for the
-        slowest disk. Raises AdapterError on all ranks."""
-        assert self._runner.adapters is not None and self._group is not None
-        mine = ranks_pb2.RankAdapter()
-        try:
-            adapter = adapter or self._runner.adapters.read(path)
-            mine.digest = adapter.digest
-        except AdapterError as own:
-            mine.error = str(own)
-        except Exception as own:  # a mistake of ours, and the others wait all the same
-            log.exception("an adapter cannot be read", path=path)
-            mine.error = str(AdapterError(f"{type(own).__name__}: {own}"))
-        first, *_ = everyones = self._group.exchange_aside(mine)
-        for rank, answer in enumerate(everyones):
-            if answer.error:
-                raise AdapterError(f"rank {rank}: {answer.error}")
-            if answer.digest != first.digest:  # an older copy on another machine, say: its products would be added up
-                raise AdapterError(f"rank {rank} has read other files than rank 0: {path}")
-        assert adapter is not None, "an error of its own is among all"
-        return adapter
 
     def _reader_thread(self) -> ModelThread:
         if self._reader is None:
@@ -437,7 +420,7 @@ class Worker:
                 self._num_submitted += 1
                 self._pipeline.take(command.step, StepTimer(time.perf_counter_ns()), lambda result: None)
             case "read_adapter":
-                self._read = self._reader_thread().call(partial(self._read_as_others, command.read_adapter.path))
+                self._read = self._reader_thread().call(partial(self._read_on_all_ranks, command.read_adapter.path))
             case "load_adapter":
                 read, self._read = self._read, None
                 assert read is not None, "an adapter is loaded that was not read"
