@@ -7,7 +7,7 @@ takes no place, and the next one that is found behind it goes on from there.
 
 from __future__ import annotations
 
-MAX_UNPLACED_CHARS = 1024  # that are searched for the next token
+MAX_UNPLACED_CHARS = 65_536  # that are searched for the next token: some microseconds
 
 
 class TextPlaces:

@@ -127,7 +127,8 @@ def wanted_files(files: list[str], name: HubName, load_format: str) -> list[str]
 
 def before_the_weights(files: list[str]) -> list[str]:
     """Those of `wanted_files` to fetch first: a download may break off, and what comes last is what `find` tells by
-    that all is here. These are weights, or where none are wanted the tokenizer."""
+    that all is here. These are weights, or where none are wanted the tokenizer: of one in several files any will do for
+    `find`."""
     described = [file for file in files if _DESCRIPTION.fullmatch(file)]
     return described if len(described) < len(files) else [file for file in files if file not in _TOKENIZERS]
 

@@ -61,6 +61,7 @@ class Placement:
         if worker is None:
             self._stranded.look([group], self._clock())
         else:
+            self._stranded.found(group)
             self._joined.wake(worker)
 
     def place_unbound(self) -> None:

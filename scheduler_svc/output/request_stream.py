@@ -213,7 +213,7 @@ class RequestStream:
         """Ends the request after a fault of our own in making its output."""
         for sequence in self.group.sequences:
             self._finish_sequence(sequence)
-        if not self.is_finished:
+        if self._has_to_make_prompt or not self.is_finished:
             for output in self._outputs:
                 output.fail()
             self._num_unfinished = 0

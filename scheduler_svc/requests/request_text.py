@@ -76,6 +76,7 @@ class RequestText:
         token_ids = self._prompt_token_ids(request)
         if request.HasField("truncate_prompt_tokens"):
             token_ids = token_ids[-request.truncate_prompt_tokens :]
+        check_vocabulary(request.WhichOneof("prompt_kind") or "prompt", token_ids, model)
         check_fits(len(token_ids), model.max_model_len)
         request.model_fingerprint = model.fingerprint  # of the one whose tokens these are
         return PreparedText(request, token_ids, self._bad_words(request.sampling_params))
@@ -100,7 +101,6 @@ class RequestText:
     def _prompt_token_ids(self, request: pb.GenerateRequest) -> list[int]:
         if request.WhichOneof("prompt_kind") == "prompt_token_ids":
             token_ids = list(request.prompt_token_ids.ids)
-            check_vocabulary("prompt_token_ids", token_ids, self._model)
             if not token_ids:
                 raise InvalidRequest(FieldViolation("prompt_token_ids", "got none; accepted: at least 1"))
             return token_ids
@@ -118,7 +118,6 @@ class RequestText:
             token_ids = self._model.tokenizer.encode(request.prompt, add_special_tokens=adds_special_tokens)
         if not token_ids:
             raise InvalidRequest(FieldViolation(kind, "got text which has no tokens; accepted: at least 1"))
-        check_vocabulary(kind, token_ids, self._model)
         return token_ids
 
     def _encode_messages(self, messages: pb.Messages) -> list[int]:

@@ -60,7 +60,7 @@ class StrandedGroups:
             return "none of the workers that are left serves its model"
         if any(_could_hold(worker, group) for worker in of_model):
             return "the workers that could hold it are drained, and take no new requests"
-        if group.adapter and any(worker.can_ever_run(group) for worker in of_model):
+        if group.adapter and any(worker.scheduler.can_ever_run(group) for worker in of_model):
             return f"none of the workers that are left has loaded adapter {group.adapter!r}"
         schedulers = [worker.scheduler for worker in of_model]
         wanted = schedulers[0].blocks.num_blocks_of(group)

@@ -41,6 +41,14 @@ def test_tokens_whose_text_is_held_back_for_a_while_do_not_move_those_behind_the
     assert [places.next(token) for token in ("gh", "i")] == [6, 8]
 
 
+def test_many_parts_of_characters_do_not_move_what_comes_behind_them() -> None:
+    """As of a script that a tokenizer has bytes for, and nothing else."""
+    places = TextPlaces()
+    places.add("é" * 1500 + "x")
+    assert [places.next("\N{REPLACEMENT CHARACTER}") for _ in range(3000)] == [0] * 3000
+    assert places.next("x") == 1500
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_tokens_that_are_the_text_stand_one_behind_the_other(seed: int) -> None:
     drawn = random.Random(seed)

@@ -66,9 +66,14 @@ def test_text_with_a_token_that_the_model_has_no_row_for_is_refused(model: Serve
     complaint = rf"^{kind}: got token 258 \('<\|im_end\|>'\); accepted: 0 to 257$"
     with pytest.raises(InvalidRequest, match=complaint):
         texts.prepare(pb.GenerateRequest(**given))
-    with pytest.raises(InvalidRequest, match=complaint):
-        texts.tokenize(pb.TokenizeRequest(**given))
+    assert IM_END in texts.tokenize(pb.TokenizeRequest(**given)).token_ids  # which shows what it is
     assert texts.prepare(pb.GenerateRequest(prompt="abc<|im_start|>")).token_ids == [*b"abc", IM_START]
+
+
+def test_a_token_that_is_cut_away_needs_no_row(model: ServedModel) -> None:
+    texts = RequestTexts(ServedModels.of(dataclasses.replace(model, vocab_size=IM_END)), TextSettings())
+    given = pb.GenerateRequest(prompt="<|im_end|>abc", truncate_prompt_tokens=3)
+    assert texts.prepare(given).token_ids == list(b"abc")
 
 
 @pytest.mark.parametrize(("of_server", "of_model"), [(3, 20), (20, 3)])

@@ -267,3 +267,18 @@ async def test_logprobs_of_a_prompt_that_cannot_be_made_end_their_request_alone(
     messages = [await box.receive() for box in boxes]
     assert [message.outputs[0].finish_reason for message in messages] == [FinishReason.ERROR, FinishReason.NONE]
     assert [len(message.prompt_logprobs) for message in messages] == [0, 10]
+
+
+async def test_a_request_that_ended_before_logprobs_of_its_prompt_failed_ends_with_an_error(tokenizer, monkeypatch):
+    monkeypatch.setattr(prompt_logprobs, "LOGPROBS_A_PIECE", 10)
+    mailboxes, first, bad = Mailboxes(asyncio.get_running_loop()), asking(tokenizer, 35), asking(tokenizer, 9)
+    mailboxes.open(first)
+    box = mailboxes.open(bad)
+    mailboxes.take_prompt_logprobs(first.group, of_prompt(35))
+    broken = of_prompt(9)
+    broken.ranks_u32 = b""
+    mailboxes.take_prompt_logprobs(bad.group, broken)  # made when its turn comes
+    say(mailboxes, b"a", bad, reason=FinishReason.LENGTH)
+    async with asyncio.timeout(20):
+        message = await box.receive()
+    assert message.outputs[0].finish_reason == FinishReason.ERROR

@@ -118,6 +118,26 @@ def test_what_a_worker_that_finishes_took_back_has_the_whole_time_once_that_one_
     assert "none of the workers that are left serves its model" in loop.ends["one"][1]
 
 
+def test_what_found_a_worker_has_the_whole_time_once_that_one_is_lost() -> None:
+    loop = Timed(worker_wait_timeout_s=30.0)
+    first = loop.join_now("first", max_loras=1)
+    loop.engine.load_adapter("a", "/adapters/a")
+    loop.turn()
+    first.calls.pop()[1]("")
+    loop.turn()
+    loop.engine.worker_lost(first, "gone")
+    plain, second = loop.join_now("plain", epoch=2), loop.join_now("second", epoch=3, max_loras=1)
+    loop.engine.submit(loop.group("one", adapter="a"))
+    loop.pass_time(20, plain, second)
+    second.calls.pop()[1]("")
+    loop.turn()
+    loop.engine.worker_lost(second, "gone")
+    loop.pass_time(28, plain)
+    assert not loop.ends
+    loop.pass_time(4, plain)
+    assert "none of the workers that are left has loaded adapter 'a'" in loop.ends["one"][1]
+
+
 def test_a_request_whose_adapter_nobody_can_load_any_more_is_told_so_and_does_not_keep_it() -> None:
     """Its folder may be gone when the worker that comes for a lost one looks for it."""
     loop = Timed(worker_wait_timeout_s=30.0)
