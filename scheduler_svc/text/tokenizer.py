@@ -201,13 +201,16 @@ class Tokenizer:
         (some models have not marked them as special). What the template also looks for in messages is text there."""
         named, ends = set(self.special_tokens.values()), set(self.eos_token_ids)
         found = {text: self._tokenizer.token_to_id(text) for text in named}
-        template = self.chat_template
         for index, token in self._tokenizer.get_added_tokens_decoder().items():
-            text = token.content
-            is_of_template = template is not None and text in template.source and text not in template.looked_for
-            if token.special or index in ends or is_of_template:
-                found[text] = index
+            if token.special or index in ends or self._is_of_template(token.content):
+                found[token.content] = index
         return {text: index for text, index in found.items() if text and index is not None}
+
+    def _is_of_template(self, text: str) -> bool:
+        template = self.chat_template
+        if template is None or not text.strip():  # Gemma's runs of newlines and spaces stand in any source
+            return False
+        return text in template.source and text not in template.looked_for
 
 
 class _TokenizerCache:
