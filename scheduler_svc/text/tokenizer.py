@@ -166,9 +166,12 @@ class Tokenizer:
         other.chat_template = self.chat_template.with_variables(variables)
         return other
 
-    def stream(self, skip_special_tokens: bool = True) -> TextStream:
-        """An incremental `decode` for one output."""
-        return self._stream_factory(skip_special_tokens)
+    def stream(self, skip_special_tokens: bool = True, *, continues_text: bool = False) -> TextStream:
+        """An incremental `decode` for one output.
+
+        `continues_text`: text stands before it, so a space that `decode` takes off the front of a text stays.
+        """
+        return self._stream_factory(skip_special_tokens, continues_text)
 
     def token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling, such as "Ġthe"; None where there is no token."""
@@ -176,7 +179,7 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """The text of one token by itself, special ones shown, with U+FFFD for parts of characters."""
-        stream = self._stream_factory(False)
+        stream = self.stream(False)
         return stream.push((token_id,)) + stream.finish()
 
     def _id_of(self, name: str) -> int | None:
