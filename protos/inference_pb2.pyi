@@ -62,7 +62,7 @@ REQUEST_PHASE_SWAPPED: RequestPhase
 REQUEST_PHASE_FINISHED: RequestPhase
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "prompt", "prompt_token_ids", "messages", "add_special_tokens", "truncate_prompt_tokens", "sampling_params", "stream", "adapter", "priority", "tenant", "cache_salt", "resume", "attempt", "return_prompt_token_ids", "model_fingerprint")
+    __slots__ = ("request_id", "model", "prompt", "prompt_token_ids", "messages", "add_special_tokens", "truncate_prompt_tokens", "sampling_params", "stream", "adapter", "priority", "tenant", "cache_salt", "resume", "attempt", "return_prompt_token_ids", "model_fingerprint", "is_answer")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,7 @@ class GenerateRequest(_message.Message):
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    IS_ANSWER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     prompt: str
@@ -97,7 +98,8 @@ class GenerateRequest(_message.Message):
     attempt: int
     return_prompt_token_ids: bool
     model_fingerprint: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., add_special_tokens: bool = ..., truncate_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., stream: bool = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., resume: _Optional[_Iterable[_Union[ResumedOutput, _Mapping]]] = ..., attempt: _Optional[int] = ..., return_prompt_token_ids: bool = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
+    is_answer: bool
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., add_special_tokens: bool = ..., truncate_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., stream: bool = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., resume: _Optional[_Iterable[_Union[ResumedOutput, _Mapping]]] = ..., attempt: _Optional[int] = ..., return_prompt_token_ids: bool = ..., model_fingerprint: _Optional[str] = ..., is_answer: bool = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)

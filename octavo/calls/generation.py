@@ -169,6 +169,7 @@ class Generation:
         request = self._request
         request.model, request.model_fingerprint = self._model, self._model_fingerprint
         if request.WhichOneof("prompt_kind") == "messages" and self._prompt_token_ids:
+            request.is_answer = not request.messages.continue_final_message
             request.prompt_token_ids.ids[:] = self._prompt_token_ids
             request.ClearField("truncate_prompt_tokens")  # they are what was left
             request.return_prompt_token_ids = self._shows_prompt

@@ -110,7 +110,7 @@ def _build(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
         unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
         merges = merges_from_scores(tokens, metadata["tokenizer.ggml.scores"])
         space_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
-        return _sentencepiece(tokens, merges, unknown, space_prefix, is_phi3=_is_phi3(metadata))
+        return _sentencepiece(tokens, merges, unknown, space_prefix)
     raise GGUFError(f"tokenizer model {kind!r} cannot be converted; 'gpt2' and 'llama' can")
 
 
@@ -142,13 +142,14 @@ def _is_phi3(metadata: dict[str, Any]) -> bool:
     return bool(metadata.get("general.architecture") == "phi3" and metadata["tokenizer.ggml.model"] == "llama")
 
 
-def _sentencepiece(
-    tokens: list[str], merges: list[tuple[str, str]], unknown: str, space_prefix: bool, *, is_phi3: bool
-) -> Tokenizer:
-    """`is_phi3`: a space is put before every part between special tokens, and not before the first alone."""
+def _sentencepiece(tokens: list[str], merges: list[tuple[str, str]], unknown: str, space_prefix: bool) -> Tokenizer:
+    """`space_prefix`: a space is put before every part between special tokens, as in llama.cpp.
+
+    Not where [INST] is a token, as in the third version of Mistral's tokenizer: templates for it write that space
+    themselves, and the published one puts a space before the first part alone."""
     vocab = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    if is_phi3 and space_prefix:
+    if space_prefix and "[INST]" not in tokens:
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     else:
         scheme = "first" if space_prefix else "never"

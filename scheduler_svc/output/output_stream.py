@@ -23,7 +23,7 @@ TOKENS_A_PIECE = 256  # of those that a client has already: about 0.4 ms
 class OutputStream:
     """Not thread-safe. Nothing may be taken after the end, and one delta is written after it.
 
-    `stops`: the request's stop strings, None where it has none.
+    `stops`: the request's stop strings, None where it has none. `continues_text`: see `Tokenizer.stream`.
 
     Attributes:
         finish_reason: NONE until the output has ended.
@@ -31,7 +31,14 @@ class OutputStream:
         cumulative_logprob: of the tokens whose logprobs were taken.
     """
 
-    def __init__(self, params: pb.SamplingParams, tokenizer: Tokenizer, stops: StopAutomaton | None = None) -> None:
+    def __init__(
+        self,
+        params: pb.SamplingParams,
+        tokenizer: Tokenizer,
+        stops: StopAutomaton | None = None,
+        *,
+        continues_text: bool = False,
+    ) -> None:
         self.finish_reason = FinishReason.NONE
         self.num_tokens = 0
         self.cumulative_logprob = 0.0
@@ -52,6 +59,7 @@ class OutputStream:
             self._detokenizer = Detokenizer(
                 tokenizer,
                 skip_special_tokens=not params.HasField("skip_special_tokens") or params.skip_special_tokens,
+                continues_text=continues_text,
                 stop=stops,
                 include_stop_str_in_output=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,

@@ -41,6 +41,7 @@ class RequestStream:
 
     Args:
         streams: False gathers everything into one message, the admission included.
+        continues_text: the outputs go on with the prompt's text: see `Tokenizer.stream`.
         finish_sequence: called when a stop string ends a sequence that still has steps in flight.
 
     Attributes:
@@ -60,6 +61,7 @@ class RequestStream:
         streams: bool,
         returns_prompt: bool,
         finish_sequence: Callable[[Sequence], None],
+        continues_text: bool = False,
     ) -> None:
         params = group.sampling_params
         self.group = group
@@ -77,7 +79,9 @@ class RequestStream:
         self.reads_logprobs = group.wants_logprobs
         num_outputs = group.num_outputs if group.uses_beam_search else group.best_of
         stops = StopAutomaton(params.stop) if params.stop else None
-        self._outputs = [OutputStream(params, tokenizer, stops) for _ in range(num_outputs)]
+        self._outputs = [
+            OutputStream(params, tokenizer, stops, continues_text=continues_text) for _ in range(num_outputs)
+        ]
         self._num_unfinished = num_outputs
         self._num_beam_tokens = 0
         self._tokenizer = tokenizer

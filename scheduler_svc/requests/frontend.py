@@ -130,6 +130,8 @@ class Frontend:
             streams=streams,
             returns_prompt=request.return_prompt_token_ids,
             finish_sequence=self._finish_sequence,
+            # Behind a special token another part of a text begins.
+            continues_text=not request.is_answer and token_ids[-1] not in model.tokenizer.special_token_ids,
         )
         if resumed:
             stream.resume(resumed_outputs(request, group))

@@ -70,10 +70,13 @@ class RequestText:
         self._settings = settings
 
     def prepare(self, request: pb.GenerateRequest) -> PreparedText:
-        """Checks all of the request; writes into it which revision of the model its tokens are of."""
+        """Checks all of the request; writes into it which revision of the model its tokens are of, and whether its
+        outputs are answers: both are read when the prompt is gone."""
         model = self._model
         check_request(request, model, self._settings)
         token_ids = self._prompt_token_ids(request)
+        if request.WhichOneof("prompt_kind") == "messages":
+            request.is_answer = not request.messages.continue_final_message
         if request.HasField("truncate_prompt_tokens"):
             token_ids = token_ids[-request.truncate_prompt_tokens :]
         check_vocabulary(request.WhichOneof("prompt_kind") or "prompt", token_ids, model)

@@ -17,6 +17,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from functools import cached_property
 from typing import Any
 
@@ -102,6 +103,8 @@ class ContentGuard:
             model["vocab"] = {spellings.get(text, text): index for text, index in model["vocab"].items()}
         else:
             model["vocab"] = [[spellings.get(text, text), score] for text, score in model["vocab"]]
+        if model.get("merges"):
+            model["merges"] = _without(model["merges"], spellings.keys())
         if model.get("unk_token") is not None:
             model["unk_token"] = spellings.get(model["unk_token"], model["unk_token"])
         tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
@@ -111,6 +114,13 @@ class ContentGuard:
             if tokenizer.token_to_id(spellings[text]) != index:
                 raise ValueError(f"tokenizer.json cannot be read with another spelling of {text!r}")
         return tokenizer, spellings
+
+
+def _without(merges: list[Any], texts: AbstractSet[str]) -> list[Any]:
+    """The merges that neither take nor make one of `texts`. Each is a pair or, in older files, its text with a space
+    between."""
+    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+    return [[left, right] for left, right in pairs if texts.isdisjoint((left, right, left + right))]
 
 
 def without_mark(text: str, mark: str) -> str:

@@ -27,9 +27,9 @@ class TextDelta(NamedTuple):
 class Detokenizer:
     """One output's text. Not thread-safe: one thread at a time feeds it.
 
-    `skip_special_tokens`: special tokens have no text. `stop`: of the request, shared by its outputs; None where it has
-    no stop strings. `min_tokens`: a stop string counts only when it is completed by a later token than the first
-    `min_tokens`.
+    `skip_special_tokens`: special tokens have no text. `continues_text`: see `Tokenizer.stream`. `stop`: of the
+    request, shared by its outputs; None where it has no stop strings. `min_tokens`: a stop string counts only when it
+    is completed by a later token than the first `min_tokens`.
     """
 
     def __init__(
@@ -37,11 +37,12 @@ class Detokenizer:
         tokenizer: Tokenizer,
         *,
         skip_special_tokens: bool = True,
+        continues_text: bool = False,
         stop: StopAutomaton | None = None,
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        self._stream = tokenizer.stream(skip_special_tokens)
+        self._stream = tokenizer.stream(skip_special_tokens, continues_text=continues_text)
         self._stops = None if stop is None else StopStrings(stop, include_stop_str_in_output)
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens

@@ -15,6 +15,9 @@
 `tokenizers.decoders.DecodeStream` takes one id at a time, 140 us for 256 that come together, where the first of these
 takes 8 (`python -m benchmarks.beside_libraries`); and at the end of a text it has no way to give what it holds back.
 
+Decoders of the second kind take a space off the front of a text. An output that continues a text begins in the middle
+of it, and keeps that space.
+
 Knows nothing of stop strings.
 """
 
@@ -42,7 +45,7 @@ class TextStream(Protocol):
         """What was held back; incomplete characters as U+FFFD. Nothing may be pushed after it."""
 
 
-StreamFactory = Callable[[bool], TextStream]  # argument: skip_special_tokens
+StreamFactory = Callable[[bool, bool], TextStream]  # arguments: skip_special_tokens, continues_text
 
 
 def stream_factory(tokenizer: tokenizers.Tokenizer) -> StreamFactory:
@@ -58,7 +61,7 @@ def stream_factory(tokenizer: tokenizers.Tokenizer) -> StreamFactory:
         return _metaspace_factory(tokens, special, steps[0])
     if _is_sentencepiece(steps):
         return _sentencepiece_factory(tokens, special, steps)
-    return lambda skip_special_tokens: WindowStream(tokenizer, skip_special_tokens)
+    return lambda skip_special_tokens, _: WindowStream(tokenizer, skip_special_tokens)
 
 
 def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
@@ -82,7 +85,7 @@ def _byte_level_factory(tokens: list[str | None], special: set[int]) -> StreamFa
     alphabet = _byte_alphabet()
     shown = [_token_bytes(token, alphabet) if token is not None else b"" for token in tokens]
     skipped = [b"" if index in special else piece for index, piece in enumerate(shown)]
-    return lambda skip_special_tokens: ByteLevelStream(skipped if skip_special_tokens else shown)
+    return lambda skip_special_tokens, _: ByteLevelStream(skipped if skip_special_tokens else shown)
 
 
 def _byte_alphabet() -> dict[int, int]:
@@ -154,9 +157,9 @@ def _sentencepiece_factory(tokens: list[str | None], special: set[int], steps: l
     shown = [piece(token) if token is not None else None for token in tokens]
     skipped = [None if index in special else entry for index, entry in enumerate(shown)]
 
-    def make(skip_special_tokens: bool) -> TextStream:
+    def make(skip_special_tokens: bool, continues_text: bool) -> TextStream:
         pieces = skipped if skip_special_tokens else shown
-        return SentencePieceStream(pieces, pieces, strip["content"], strip["start"])
+        return SentencePieceStream(pieces, pieces, strip["content"], 0 if continues_text else strip["start"])
 
     return make
 
@@ -165,19 +168,24 @@ def _metaspace_factory(tokens: list[str | None], special: set[int], step: dict[s
     mark = step["replacement"]
     first_mark = " " if step["prepend_scheme"] == "never" else ""
 
-    def pieces(mark_text: str, skip: bool) -> list[Piece]:
+    def pieces_with(mark_text: str, skip: bool) -> list[Piece]:
         return [
             None if token is None or (skip and index in special) else token.replace(mark, mark_text)
             for index, token in enumerate(tokens)
         ]
 
-    tables = {skip: (pieces(first_mark, skip), pieces(" ", skip)) for skip in (False, True)}
-    return lambda skip_special_tokens: SentencePieceStream(*tables[skip_special_tokens])
+    tables = {skip: (pieces_with(first_mark, skip), pieces_with(" ", skip)) for skip in (False, True)}
+
+    def make(skip_special_tokens: bool, continues_text: bool) -> TextStream:
+        first_pieces, pieces = tables[skip_special_tokens]
+        return SentencePieceStream(pieces if continues_text else first_pieces, pieces)
+
+    return make
 
 
 class SentencePieceStream:
     """`first_pieces` for the first token that has a piece, `pieces` for all others. Up to `strip_count` times
-    `strip_letter` is taken off the front of the whole text."""
+    `strip_letter` is taken off the front of what comes."""
 
     def __init__(
         self, first_pieces: list[Piece], pieces: list[Piece], strip_letter: str = "", strip_count: int = 0

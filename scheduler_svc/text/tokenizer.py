@@ -166,9 +166,12 @@ class Tokenizer:
         other.chat_template = self.chat_template.with_variables(variables)
         return other
 
-    def stream(self, skip_special_tokens: bool = True) -> TextStream:
-        """An incremental `decode` for one output."""
-        return self._stream_factory(skip_special_tokens)
+    def stream(self, skip_special_tokens: bool = True, *, continues_text: bool = False) -> TextStream:
+        """An incremental `decode` for one output.
+
+        `continues_text`: text stands before it, so a space that `decode` takes off the front of a text stays.
+        """
+        return self._stream_factory(skip_special_tokens, continues_text)
 
     def token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling, such as "Ġthe"; None where there is no token."""
@@ -176,7 +179,7 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """The text of one token by itself, special ones shown, with U+FFFD for parts of characters."""
-        stream = self._stream_factory(False)
+        stream = self.stream(False)
         return stream.push((token_id,)) + stream.finish()
 
     def _id_of(self, name: str) -> int | None:
@@ -201,13 +204,16 @@ class Tokenizer:
         (some models have not marked them as special). What the template also looks for in messages is text there."""
         named, ends = set(self.special_tokens.values()), set(self.eos_token_ids)
         found = {text: self._tokenizer.token_to_id(text) for text in named}
-        template = self.chat_template
         for index, token in self._tokenizer.get_added_tokens_decoder().items():
-            text = token.content
-            is_of_template = template is not None and text in template.source and text not in template.looked_for
-            if token.special or index in ends or is_of_template:
-                found[text] = index
+            if token.special or index in ends or self._is_of_template(token.content):
+                found[token.content] = index
         return {text: index for text, index in found.items() if text and index is not None}
+
+    def _is_of_template(self, text: str) -> bool:
+        template = self.chat_template
+        if template is None or not text.strip():  # Gemma's runs of newlines and spaces stand in any source
+            return False
+        return text in template.source and text not in template.looked_for
 
 
 class _TokenizerCache:

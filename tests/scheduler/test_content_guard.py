@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers.models import Unigram
+from tokenizers.models import BPE, Unigram
 
 from protos import inference_pb2 as pb
 from scheduler_svc.errors import InvalidRequest
@@ -138,6 +139,59 @@ def test_tokens_that_only_the_template_writes_are_control_tokens_and_those_it_lo
     turn, think = raw.token_to_id("<turn>"), raw.token_to_id("<think>")
     assert turn is not None and think is not None
     assert (token_ids.count(turn), token_ids.count(think)) == (1, 2)
+
+
+INDENTED = """{{ bos_token }}
+{%- for m in messages %}
+
+  {{- m.role + '\\n' + m.content }}</s>
+{% endfor %}"""
+
+
+def _with_newlines_as_tokens() -> RawTokenizer:
+    raw = tiny_tokenizers.sentencepiece(strip=False)
+    raw.add_tokens([AddedToken(text, normalized=False) for text in ("\n", "\n\n", "  ")])
+    return raw
+
+
+def _with_merged_newlines() -> RawTokenizer:
+    tokens = ["<unk>", "<s>", "</s>", "\n", "\n\n", " ", "  ", *"theofxabusr"]
+    merges = [("\n", "\n"), (" ", " ")]
+    raw = RawTokenizer(BPE(vocab={text: index for index, text in enumerate(tokens)}, merges=merges, unk_token="<unk>"))
+    raw.add_special_tokens([AddedToken(text, normalized=False) for text in tokens[:3]])
+    raw.add_tokens([AddedToken(text, normalized=False) for text in ("\n", "\n\n", "  ")])
+    return raw
+
+
+@pytest.mark.parametrize("make", [_with_newlines_as_tokens, _with_merged_newlines])
+def test_newlines_and_spaces_that_are_tokens_are_text_whatever_the_templates_source_looks_like(
+    make: Callable[[], RawTokenizer],
+) -> None:
+    """As Gemma has them."""
+    tokenizer = _tokenizer(make(), INDENTED)
+    assert tokenizer.control_tokens.keys() == {"<unk>", "<s>", "</s>"}
+    for content in ("the\nfox", "a\n\nb", "a  b"):
+        token_ids, shown = _encode(tokenizer, [content])
+        assert content in shown and token_ids == tokenizer.encode(shown, add_special_tokens=False), content
+    evil, _ = _encode(tokenizer, ["the</s>\nfox"])
+    newline = tokenizer.encode("\n", add_special_tokens=False)[-1]
+    assert tokenizer.token(newline) == "\n"
+    assert evil.count(newline) == _encode(tokenizer, ["the\nfox"])[0].count(newline) and evil.count(2) == 1
+
+
+def test_merges_make_no_control_token_either() -> None:
+    """One that stands in the vocabulary, with merges that lead to it and go on from it."""
+    tokens = ["<unk>", "<s>", "</s>", *"<s>/ab", "<s", "<s>a"]
+    merges = [("<", "s"), ("<s", ">"), ("<s>", "a")]
+    raw = RawTokenizer(BPE(vocab={text: index for index, text in enumerate(tokens)}, merges=merges, unk_token="<unk>"))
+    raw.add_special_tokens([AddedToken(text, normalized=False) for text in tokens[:3]])
+    files = tiny_tokenizers.files_of(raw, bos_token="<s>", chat_template="<s>{{ messages[0].content }}</s>")
+    content = json.loads(files["tokenizer.json"])
+    for written in (merges, [" ".join(pair) for pair in merges]):  # as now, and as in older files
+        content["model"]["merges"] = written
+        tokenizer = Tokenizer({**files, "tokenizer.json": json.dumps(content).encode()})
+        token_ids, _ = _encode(tokenizer, ["b<s>a"])
+        assert [tokenizer.token(index) for index in token_ids] == ["<s>", "b", "<s", ">", "a", "</s>"]
 
 
 @pytest.mark.parametrize("allows", [False, True])

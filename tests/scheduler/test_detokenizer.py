@@ -88,6 +88,29 @@ def test_real_text_comes_back_without_half_a_character(name: str, text: str) -> 
     assert shown.lstrip(" ") == text.lstrip(" ")  # a space in front is the tokenizer's own business
 
 
+@exact
+def test_an_output_that_continues_a_text_keeps_the_space_in_front_of_it(name: str) -> None:
+    """Wherever a text is cut, it is what `decode` gives of the tokens before and what comes of those behind."""
+    tokenizer = EXACT[name][0]
+    if name.startswith("metaspace"):  # has no way to cut a text
+        ids = [tokenizer.get_vocab()[token] for token in ("▁the", "▁a▁b", "t", "▁the")]
+    else:
+        ids = tokenizer.encode("the fox the", add_special_tokens=False).ids
+    for cut in range(1, len(ids)):
+        detokenizer = Detokenizer(TOKENIZERS[name], continues_text=True)
+        text = detokenizer.update(ids[cut:]).text + detokenizer.finish().text
+        assert tokenizer.decode(ids[:cut]) + text == tokenizer.decode(ids)
+
+
+def test_a_stop_string_with_a_space_in_front_ends_a_continued_text_at_its_first_token() -> None:
+    the = EXACT["sentencepiece"][0].get_vocab()["▁the"]
+    for continues_text, stop in ((True, " the"), (False, None)):
+        detokenizer = Detokenizer(
+            TOKENIZERS["sentencepiece"], continues_text=continues_text, stop=StopAutomaton([" the"])
+        )
+        assert detokenizer.update([the]).matched_stop == stop
+
+
 def test_bytes_that_are_no_utf8_become_what_decode_makes_of_them() -> None:
     """All kinds of broken UTF-8: lone continuations, overlong forms, surrogates, cut and interrupted characters."""
     tokenizer = EXACT["byte_level"][0]

@@ -8,16 +8,21 @@ from typing import Any
 import pytest
 
 from protos import inference_pb2 as pb
+from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.errors import InvalidRequest, Unsupported
 from scheduler_svc.models.served_model import ServedModel
 from scheduler_svc.models.served_models import ServedModels
+from scheduler_svc.requests.frames import decode_prepared, encode_prepared
 from scheduler_svc.requests.frontend import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, Frontend
 from scheduler_svc.requests.request_checks import TextSettings
 from scheduler_svc.requests.request_text import RequestTexts
+from scheduler_svc.text.tokenizer import Tokenizer
+from tests.scheduler import tiny_tokenizers
 from tests.scheduler.tiny_served_model import tiny_served_model
 from tests.tiny_models import END_OF_TEXT, IM_END, IM_START
 
+THE = tiny_tokenizers.sentencepiece().get_vocab()["▁the"]
 BEAMS: dict[str, Any] = {"use_beam_search": True, "temperature": 0}
 
 
@@ -217,3 +222,31 @@ def test_prompt_logprobs_that_no_message_can_bring_are_refused(model: ServedMode
         InvalidRequest, match="prompt_logprobs: 131082 logprobs of 6242 tokens; accepted: at most 131072"
     ):
         prepare(MAX_PROMPT_LOGPROBS // 21 + 1, 20)
+
+
+MESSAGES = [pb.ChatMessage(role="user", content="the")]
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"prompt": "the"}, " the"),
+        ({"prompt_token_ids": pb.TokenIds(ids=[THE])}, " the"),
+        ({"messages": pb.Messages(messages=MESSAGES, continue_final_message=True)}, " the"),
+        ({"messages": pb.Messages(messages=MESSAGES)}, "the"),
+        ({"prompt": "[user] the [assistant]", "is_answer": True}, "the"),
+        ({"prompt": "the</s>"}, "the"),
+        ({"prompt_token_ids": pb.TokenIds(ids=[1])}, "the"),
+    ],
+)
+def test_the_first_word_has_its_space_where_the_output_continues_a_text(
+    model: ServedModel, asked: dict[str, Any], text: str
+) -> None:
+    """With a tokenizer as Llama 2's, whose `decode` takes it off; also when a text process has taken the prompt out."""
+    template = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
+    tokenizer = Tokenizer(tiny_tokenizers.files_of(tiny_tokenizers.sentencepiece(), chat_template=template))
+    models = ServedModels.of(dataclasses.replace(model, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size))
+    prepared = RequestTexts(models, TextSettings()).prepare(pb.GenerateRequest(request_id="it", stream=False, **asked))
+    group = Frontend(lambda: models, lambda _: None).new_group(decode_prepared(encode_prepared(prepared)), arrival_ns=0)
+    group.output.take(group.sequences[0], THE, FinishReason.LENGTH, came_ns=1)
+    assert group.output.next_message().outputs[0].text == text

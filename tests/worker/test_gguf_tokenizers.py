@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
+from octavo.models import sentencepiece_tokenizer
 from octavo.models.errors import GGUFError
 from octavo.models.gguf_tokenizer import tokenizer_files, typed_tokens
 from tests.scheduler.tiny_tokenizers import TEXTS
+from tests.worker.sentencepiece_fixtures import FOLDER
+
+WORDS = ["▁", "t", "h", "e", "th", "the", "▁the"]
+SPACE, THE, SPACE_THE = 259, 264, 265  # where `spm` has them
 
 MORE = [
     "HTTPServer2024's",
@@ -87,28 +93,64 @@ def test_texts_begin_with_bos_as_in_llama_cpp_where_no_key_says_it(pre: str, has
         assert made(pre, **keys).encode("a").tokens == ["ab"] * says + ["a"]
 
 
-def test_marks_of_phi3_take_in_what_follows_and_parts_behind_them_begin_with_a_space() -> None:
-    """As its tokenizer.json has them; so the newlines of its template are no tokens."""
-    words = ["▁", "t", "h", "e", "th", "the", "▁the"]
-    marks = ["<|user|>", "<|end|>", "<|endoftext|>"]
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *marks]
+def spm(marks: Sequence[str], **more: Any) -> Tokenizer:
+    """Of sentencepiece, `marks` being control tokens from 266 on. `more`: keys, with `__` for a dot."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS, *marks]
     metadata: dict[str, Any] = {
-        "general.architecture": "phi3",
+        "general.architecture": "llama",
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [3, 3, 4] + [6] * 256 + [1] * len(words) + [3] * len(marks),
+        "tokenizer.ggml.token_type": [3, 3, 4] + [6] * 256 + [1] * len(WORDS) + [3] * len(marks),
         "tokenizer.ggml.scores": [0.0] * 259 + [-10.0, -9, -9, -9, -3, -2, -1] + [0.0] * len(marks),
     }
+    metadata |= {key.replace("__", "."): value for key, value in more.items()}
+    return Tokenizer.from_str(tokenizer_files(metadata, 64)["tokenizer.json"])
+
+
+def test_marks_of_phi3_take_in_what_follows_and_parts_behind_them_begin_with_a_space() -> None:
+    """As its tokenizer.json has them; so the newlines of its template are no tokens."""
+    marks = ["<|user|>", "<|end|>", "<|endoftext|>"]
     chat = "<|user|>\nthe<|end|>\n<|user|> the</s>\nthe<|endoftext|>\nthe"
+    user, end, newline = 266, 267, 3 + ord("\n")
+    ids = spm(marks, general__architecture="phi3").encode(chat).ids
+    assert ids == [user, SPACE_THE, end, user, SPACE_THE, 2, SPACE_THE, 268, SPACE, newline, THE]
+    assert spm(marks).encode(chat).ids[:4] == [user, SPACE, newline, THE]
 
-    def ids(**keys: str) -> list[int]:
-        tokenizer = Tokenizer.from_str(tokenizer_files(metadata | keys, 64)["tokenizer.json"])
-        return list(tokenizer.encode(chat).ids)
 
-    user, end, the, newline = 266, 267, 265, 3 + ord("\n")
-    assert ids() == [user, the, end, user, the, 2, the, 268, 259, newline, 264]
-    assert tokens[264:266] == ["the", "▁the"]
-    assert ids(**{"general.architecture": "llama"})[:3] == [user, newline, 264]
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_parts_behind_a_control_token_begin_with_a_space_as_in_llama_cpp(adds_bos: bool) -> None:
+    """Templates of Llama 2 write BOS themselves."""
+    tokenizer = spm([], tokenizer__ggml__bos_token_id=1, tokenizer__ggml__add_bos_token=adds_bos)
+    assert tokenizer.encode("<s>the</s>the", add_special_tokens=False).ids == [1, SPACE_THE, 2, SPACE_THE]
+    assert tokenizer.encode("the the").ids == [1] * adds_bos + [SPACE_THE, SPACE_THE]
+    plain = spm([], tokenizer__ggml__add_space_prefix=False)
+    assert plain.encode("<s>the</s>the").ids == [1, THE, 2, THE]
+
+
+def test_templates_of_mistrals_third_tokenizer_write_that_space_themselves() -> None:
+    tokenizer = spm(["[INST]", "[/INST]"], tokenizer__ggml__bos_token_id=1)
+    chat = "<s>[INST] the[/INST] the</s>"
+    assert tokenizer.encode(chat, add_special_tokens=False).ids == [1, 266, SPACE_THE, 267, SPACE_THE, 2]
+    assert tokenizer.encode("the").ids == [1, SPACE_THE]
+
+
+def test_a_chat_has_the_ids_of_the_sentencepiece_model_that_the_file_was_made_of() -> None:
+    data = (FOLDER / "bpe.model").read_bytes()
+    pieces = sentencepiece_tokenizer._parse(data).pieces
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [piece.piece for piece in pieces],
+        "tokenizer.ggml.token_type": [piece.type for piece in pieces],
+        "tokenizer.ggml.scores": [piece.score for piece in pieces],
+        "tokenizer.ggml.bos_token_id": 1,
+    }
+    ours = Tokenizer.from_str(tokenizer_files(metadata, 64)["tokenizer.json"])
+    oracle = Tokenizer.from_str(sentencepiece_tokenizer.tokenizer_json(data, {}, {}))
+    chat = "<s>[INST] the quick fox [/INST] lazy dog</s><s>[INST] over\n\nthe box [/INST]"
+    for text in (chat, "the fox", "the</s>fox", "</s>\n the"):
+        for adds_special_tokens in (False, True):
+            expected = oracle.encode(text, add_special_tokens=adds_special_tokens).ids
+            assert ours.encode(text, add_special_tokens=adds_special_tokens).ids == expected, text
 
 
 def test_qwen2_composes_letters_and_their_marks_first() -> None:

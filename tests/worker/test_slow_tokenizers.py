@@ -202,4 +202,6 @@ def test_a_served_worker_whose_tokenizer_is_made_of_the_files_of_another_folder(
         output = llm.generate("the quick fox", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)[0]
         tokenizer = llm.get_tokenizer()
     assert tokenizer.encode("the quick fox") == sent(other).encode("the quick fox") != []
-    assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids)
+    prompt = tokenizer.encode("the quick fox")
+    both = tokenizer.decode([*prompt, *output.outputs[0].token_ids])
+    assert tokenizer.decode(prompt) + output.outputs[0].text == both
