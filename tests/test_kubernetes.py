@@ -23,12 +23,14 @@ from gateway_svc.http.generating import Service
 from gateway_svc.http.metrics_server import METRICS_PORT as GATEWAY_METRICS_PORT
 from gateway_svc.http.metrics_server import PATH as GATEWAY_METRICS_PATH
 from octavo.commands import health
+from octavo.retrying import RetryPolicy
 from octavo.shared.command_line import Parser
 from octavo.shared.options import NOT_OPTIONS, add_arguments, from_namespace
 from protos import inference_pb2, worker_pb2
 from scheduler_svc.api.metrics_server import METRICS_PORT, PATHS
 from scheduler_svc.api.public_server import GRACE_S
 from scheduler_svc.config import SchedulerConfig
+from tests.gateway.running import gateway
 from tests.kubernetes_cases import (
     CASES,
     KUBERNETES,
@@ -290,8 +292,7 @@ def test_probes_ask_what_is_there(case: str, manifests: list[Manifest]) -> None:
         assert set(probes) == {"startupProbe", "readinessProbe", "livenessProbe"}
         for name, probe in probes.items():
             if service == "gateway":
-                path = "/health" if name == "readinessProbe" else "/version"
-                assert probe["httpGet"] == {"path": path, "port": "http"}
+                assert probe["httpGet"] == {"path": "/version", "port": "http"}
                 continue
             asked = readiness[service] if name == "readinessProbe" else ""
             if "tls" not in CASES[case][1]:
@@ -311,7 +312,15 @@ def test_probes_ask_what_is_there(case: str, manifests: list[Manifest]) -> None:
         startup = probes["startupProbe"]
         limit_s = startup["periodSeconds"] * startup["failureThreshold"]
         assert limit_s >= (1200 if service == "worker" else 60), "a large model takes long to load"
-    assert {"/health", "/version"} <= paths_of_the_gateway()
+    assert "/version" in paths_of_the_gateway()
+
+
+def test_a_gateway_is_ready_where_no_scheduler_is_and_can_hold_requests() -> None:
+    """Its Service would lead to none while a scheduler starts anew."""
+    (probe,) = (it["readinessProbe"] for service, _, it in serving(rendered("cpu")) if service == "gateway")
+    with gateway("127.0.0.1:1", RetryPolicy(window_s=0.0)) as alone:
+        assert alone.ask("GET", probe["httpGet"]["path"])[0] == 200
+        assert alone.ask("GET", "/health")[0] == 503
 
 
 @every_case
