@@ -42,11 +42,12 @@ from tests.kubernetes_cases import (
     rendered,
     services,
     serving,
+    templates,
     values_of,
     variables,
     who,
 )
-from tests.kubernetes_renderers import Manifest, containers, pods, read
+from tests.kubernetes_renderers import Manifest, containers, helm, pods, read
 from tests.pages import PAGES
 from tests.test_containers import TARGETS, said
 from worker_svc.config import WorkerConfig
@@ -487,6 +488,22 @@ def test_monitors_scrape_paths_that_are_served() -> None:
     assert scheduler["spec"]["endpoints"][0]["path"] in PATHS
     assert gateway["spec"]["endpoints"][0]["path"] == GATEWAY_METRICS_PATH
     assert GATEWAY_METRICS_PATH not in paths_of_the_gateway(), "clients get there"
+
+
+@pytest.mark.parametrize("release", ["octavo", "another"])
+def test_monitors_name_the_jobs_that_rules_expect(release: str) -> None:
+    (configuration,) = read(KUBERNETES.parent / "monitoring" / "prometheus.yml")
+    by_helm = helm(templates(), values_of("service-monitor"), release)
+    for manifests in (by_helm, rendered("service-monitor")):
+        monitors = of_kind(manifests, "ServiceMonitor")
+        jobs = [job_of(endpoint) for each in monitors for endpoint in each["spec"]["endpoints"]]
+        assert jobs == [each["job_name"] for each in configuration["scrape_configs"]]
+
+
+def job_of(endpoint: dict[str, Any]) -> str | None:
+    """None: the Service's name, which is what the operator says of itself."""
+    rules = [rule["replacement"] for rule in endpoint.get("relabelings", []) if rule["targetLabel"] == "job"]
+    return rules[-1] if rules else None
 
 
 @pytest.mark.parametrize("case", ["ranks", "nvidia-ranks"])
