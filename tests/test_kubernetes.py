@@ -585,3 +585,10 @@ def test_the_page_names_what_is_there() -> None:
         assert f"`overlays/{overlay.name}`" in page
     for name in (KUBERNETES / "components").iterdir():
         assert f"`{name.name}`" in page
+
+
+def test_the_page_says_after_how_long_workers_are_taken_away() -> None:
+    (hpa,) = read(KUBERNETES / "components" / "hpa" / "hpa.yaml")
+    minutes = hpa["spec"]["behavior"]["scaleDown"]["stabilizationWindowSeconds"] // 60
+    assert f"after {minutes} quiet minutes" in PAGES["docs/kubernetes.md"]
+    assert f"stays for {minutes} minutes (`stabilizationWindowSeconds`)" in PAGES["docs/kubernetes.md"]
