@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from copy import deepcopy
@@ -48,7 +50,7 @@ from tests.kubernetes_cases import (
     who,
 )
 from tests.kubernetes_renderers import Manifest, containers, helm, pods, read
-from tests.pages import PAGES
+from tests.pages import PAGES, ROOT, commands_of
 from tests.test_containers import TARGETS, said
 from worker_svc.config import WorkerConfig
 from worker_svc.parallel.membership import membership_of
@@ -592,3 +594,12 @@ def test_the_page_says_after_how_long_workers_are_taken_away() -> None:
     minutes = hpa["spec"]["behavior"]["scaleDown"]["stabilizationWindowSeconds"] // 60
     assert f"after {minutes} quiet minutes" in PAGES["docs/kubernetes.md"]
     assert f"stays for {minutes} minutes (`stabilizationWindowSeconds`)" in PAGES["docs/kubernetes.md"]
+
+
+def test_the_key_of_prometheus_has_no_newline(tmp_path: Path) -> None:
+    """It goes into a header as the Secret has it."""
+    (command,) = (line for line in commands_of(PAGES["docs/kubernetes.md"]) if line.endswith("> metrics-key"))
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, check=True, timeout=60)
+    assert re.fullmatch(r"\S+", (tmp_path / "metrics-key").read_text(encoding="ascii"))
