@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import yaml
 from starlette.routing import Route
 
 from deploy.kubernetes import make_chart
@@ -50,7 +51,7 @@ from tests.kubernetes_cases import (
     who,
 )
 from tests.kubernetes_renderers import Manifest, containers, helm, pods, read
-from tests.pages import PAGES, ROOT, commands_of
+from tests.pages import PAGES, ROOT, blocks_of, commands_of
 from tests.test_containers import TARGETS, said
 from worker_svc.config import WorkerConfig
 from worker_svc.parallel.membership import membership_of
@@ -603,3 +604,11 @@ def test_the_key_of_prometheus_has_no_newline(tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
     subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, check=True, timeout=60)
     assert re.fullmatch(r"\S+", (tmp_path / "metrics-key").read_text(encoding="ascii"))
+
+
+def test_the_policy_of_the_page_lets_the_scheduler_out_and_nobody_else() -> None:
+    texts = [block.text for block in blocks_of(PAGES["docs/kubernetes.md"]) if "NetworkPolicy" in block.text]
+    (policy,) = (yaml.safe_load(text) for text in texts)
+    assert [problem for version in VERSIONS if (problem := problem_of(policy, version))] == []
+    selector, all_there = policy["spec"]["podSelector"]["matchLabels"], all_pods(rendered("cpu"))
+    assert [component(pod) for pod in all_there if matches(selector, pod)] == ["scheduler"]
