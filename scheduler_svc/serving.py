@@ -60,6 +60,7 @@ class Serving:
             # A shard, whose parent has the limits: all requests pass that. It may start while the file is broken.
             tenants=config.tenants(starts_without=config.shards > 1),
             has_tenant_limits=config.shards == 1,
+            counts_refusals=config.shards == 1,
             preemption_mode=config.preemption_mode,
             enable_prefix_caching=config.enable_prefix_caching,
             enable_chunked_prefill=config.enable_chunked_prefill,

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -109,10 +109,24 @@ def _patched(said: dict[str, Any], found: list[Manifest]) -> list[Manifest]:
 
 
 def helm(
-    templates: list[str], values: dict[str, Any], release: str = "octavo", namespace: str = "octavo"
+    templates: list[str],
+    values: dict[str, Any],
+    release: str = "octavo",
+    namespace: str = "octavo",
+    live: Iterable[Manifest] = (),
 ) -> list[Manifest]:
-    """The manifests of a chart's templates."""
-    scope = {"Values": values, "Release": {"Name": release, "Namespace": namespace}}
+    """The manifests of a chart's templates. `live`: what is there already, in its namespaces."""
+
+    def place(manifest: Manifest) -> tuple[str, ...]:
+        named = manifest["metadata"]
+        return manifest["apiVersion"], manifest["kind"], named["namespace"], named["name"]
+
+    there = {place(each): each for each in live}
+    scope: dict[str, Any] = {
+        "Values": values,
+        "Release": {"Name": release, "Namespace": namespace},
+        "lookup": lambda *place: there.get(place, {}),
+    }
     texts = ("".join(_rendered(iter(_tokens(text)), scope)) for text in templates)
     return [manifest for text in texts for manifest in documents(text) if manifest]
 
@@ -144,6 +158,10 @@ def _rendered(tokens: Iterator[str], scope: dict[str, Any]) -> list[str]:
             *inner, ending = _rendered(tokens, scope)
             *other, _ = _rendered(tokens, scope) if ending == "else" else [ending]
             made += inner if _value(action[3:], scope) else other
+        elif action.startswith("with "):
+            block = list(_until_end(tokens))
+            if value := _value(action[5:], scope):
+                made += _rendered(iter([*block, "end"]), value)[:-1]
         elif match := re.fullmatch(r"range (\$\w+), (\$\w+) := (.*)", action):
             block = list(_until_end(tokens))
             for name, value in sorted(_value(match[3], scope).items()):
@@ -159,7 +177,7 @@ def _until_end(tokens: Iterator[str]) -> Iterator[str]:
     for token in tokens:
         if token == "end":
             return
-        assert not token.startswith(("if ", "range ")), token
+        assert not token.startswith(("if ", "range ", "with ")), token
         yield token
 
 
@@ -171,6 +189,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "not": lambda value: not value,
     "or": lambda first, second: first or second,
     "and": lambda first, second: first and second,
+    "print": lambda *texts: "".join(texts),
     "quote": lambda value: json.dumps(_shown(value)),
     "toYaml": lambda value: yaml.safe_dump(value, sort_keys=False).rstrip("\n"),
     "toJson": lambda value: json.dumps(value, sort_keys=True, separators=(",", ":")),
@@ -188,8 +207,8 @@ def _value(expression: str, scope: dict[str, Any]) -> Any:
     piped: list[Any] = []
     for part in expression.split(" | "):
         first, *rest = shlex.split(part)
-        if first in _FUNCTIONS:
-            piped = [_FUNCTIONS[first](*(_operand(each, scope) for each in rest), *piped)]
+        if callable(function := _FUNCTIONS.get(first, scope.get(first))):
+            piped = [function(*(_operand(each, scope) for each in rest), *piped)]
         else:
             assert not rest and not piped, part
             piped = [_operand(first, scope)]

@@ -99,7 +99,7 @@ def test_a_page_has_a_contents_list_of_all_its_headings(name: str) -> None:
 def test_commands_parse(name: str) -> None:
     lines = commands_of(PAGES[name]) + re.findall(r"`(octavo [^`]+)`", PAGES[name])
     commands = [line for line in lines if line.startswith("octavo ")]
-    for words in (shlex.split(re.sub(r"\s+(\.\.\.|>.*)$", "", command))[1:] for command in commands):
+    for words in (shlex.split(re.sub(r"\s+(\.\.\.|[|>].*)$", "", command))[1:] for command in commands):
         assert words[0] in COMMANDS or words[0] == "COMMAND", words
         is_mention = len(words) <= 2 and not any(word.startswith("-") for word in words)  # `octavo model fetch`
         if not is_mention and not any(word.isupper() for word in words):  # MODEL stands for a model

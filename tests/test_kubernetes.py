@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from copy import deepcopy
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import yaml
 from starlette.routing import Route
 
 from deploy.kubernetes import make_chart
@@ -23,12 +26,14 @@ from gateway_svc.http.generating import Service
 from gateway_svc.http.metrics_server import METRICS_PORT as GATEWAY_METRICS_PORT
 from gateway_svc.http.metrics_server import PATH as GATEWAY_METRICS_PATH
 from octavo.commands import health
+from octavo.retrying import RetryPolicy
 from octavo.shared.command_line import Parser
 from octavo.shared.options import NOT_OPTIONS, add_arguments, from_namespace
 from protos import inference_pb2, worker_pb2
 from scheduler_svc.api.metrics_server import METRICS_PORT, PATHS
 from scheduler_svc.api.public_server import GRACE_S
 from scheduler_svc.config import SchedulerConfig
+from tests.gateway.running import gateway
 from tests.kubernetes_cases import (
     CASES,
     KUBERNETES,
@@ -40,12 +45,13 @@ from tests.kubernetes_cases import (
     rendered,
     services,
     serving,
+    templates,
     values_of,
     variables,
     who,
 )
-from tests.kubernetes_renderers import Manifest, containers, pods, read
-from tests.pages import PAGES
+from tests.kubernetes_renderers import Manifest, containers, helm, pods, read
+from tests.pages import PAGES, ROOT, blocks_of, commands_of
 from tests.test_containers import TARGETS, said
 from worker_svc.config import WorkerConfig
 from worker_svc.parallel.membership import membership_of
@@ -290,8 +296,7 @@ def test_probes_ask_what_is_there(case: str, manifests: list[Manifest]) -> None:
         assert set(probes) == {"startupProbe", "readinessProbe", "livenessProbe"}
         for name, probe in probes.items():
             if service == "gateway":
-                path = "/health" if name == "readinessProbe" else "/version"
-                assert probe["httpGet"] == {"path": path, "port": "http"}
+                assert probe["httpGet"] == {"path": "/version", "port": "http"}
                 continue
             asked = readiness[service] if name == "readinessProbe" else ""
             if "tls" not in CASES[case][1]:
@@ -311,7 +316,15 @@ def test_probes_ask_what_is_there(case: str, manifests: list[Manifest]) -> None:
         startup = probes["startupProbe"]
         limit_s = startup["periodSeconds"] * startup["failureThreshold"]
         assert limit_s >= (1200 if service == "worker" else 60), "a large model takes long to load"
-    assert {"/health", "/version"} <= paths_of_the_gateway()
+    assert "/version" in paths_of_the_gateway()
+
+
+def test_a_gateway_is_ready_where_no_scheduler_is_and_can_hold_requests() -> None:
+    """Its Service would lead to none while a scheduler starts anew."""
+    (probe,) = (it["readinessProbe"] for service, _, it in serving(rendered("cpu")) if service == "gateway")
+    with gateway("127.0.0.1:1", RetryPolicy(window_s=0.0)) as alone:
+        assert alone.ask("GET", probe["httpGet"]["path"])[0] == 200
+        assert alone.ask("GET", "/health")[0] == 503
 
 
 @every_case
@@ -480,6 +493,22 @@ def test_monitors_scrape_paths_that_are_served() -> None:
     assert GATEWAY_METRICS_PATH not in paths_of_the_gateway(), "clients get there"
 
 
+@pytest.mark.parametrize("release", ["octavo", "another"])
+def test_monitors_name_the_jobs_that_rules_expect(release: str) -> None:
+    (configuration,) = read(KUBERNETES.parent / "monitoring" / "prometheus.yml")
+    by_helm = helm(templates(), values_of("service-monitor"), release)
+    for manifests in (by_helm, rendered("service-monitor")):
+        monitors = of_kind(manifests, "ServiceMonitor")
+        jobs = [job_of(endpoint) for each in monitors for endpoint in each["spec"]["endpoints"]]
+        assert jobs == [each["job_name"] for each in configuration["scrape_configs"]]
+
+
+def job_of(endpoint: dict[str, Any]) -> str | None:
+    """None: the Service's name, which is what the operator says of itself."""
+    rules = [rule["replacement"] for rule in endpoint.get("relabelings", []) if rule["targetLabel"] == "job"]
+    return rules[-1] if rules else None
+
+
 @pytest.mark.parametrize("case", ["ranks", "nvidia-ranks"])
 def test_a_group_of_pods_is_a_group_of_ranks(case: str, manifests: list[Manifest]) -> None:
     (group,) = of_kind(manifests, "LeaderWorkerSet")
@@ -559,3 +588,27 @@ def test_the_page_names_what_is_there() -> None:
         assert f"`overlays/{overlay.name}`" in page
     for name in (KUBERNETES / "components").iterdir():
         assert f"`{name.name}`" in page
+
+
+def test_the_page_says_after_how_long_workers_are_taken_away() -> None:
+    (hpa,) = read(KUBERNETES / "components" / "hpa" / "hpa.yaml")
+    minutes = hpa["spec"]["behavior"]["scaleDown"]["stabilizationWindowSeconds"] // 60
+    assert f"after {minutes} quiet minutes" in PAGES["docs/kubernetes.md"]
+    assert f"stays for {minutes} minutes (`stabilizationWindowSeconds`)" in PAGES["docs/kubernetes.md"]
+
+
+def test_the_key_of_prometheus_has_no_newline(tmp_path: Path) -> None:
+    """It goes into a header as the Secret has it."""
+    (command,) = (line for line in commands_of(PAGES["docs/kubernetes.md"]) if line.endswith("> metrics-key"))
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, check=True, timeout=60)
+    assert re.fullmatch(r"\S+", (tmp_path / "metrics-key").read_text(encoding="ascii"))
+
+
+def test_the_policy_of_the_page_lets_the_scheduler_out_and_nobody_else() -> None:
+    texts = [block.text for block in blocks_of(PAGES["docs/kubernetes.md"]) if "NetworkPolicy" in block.text]
+    (policy,) = (yaml.safe_load(text) for text in texts)
+    assert [problem for version in VERSIONS if (problem := problem_of(policy, version))] == []
+    selector, all_there = policy["spec"]["podSelector"]["matchLabels"], all_pods(rendered("cpu"))
+    assert [component(pod) for pod in all_there if matches(selector, pod)] == ["scheduler"]

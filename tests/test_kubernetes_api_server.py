@@ -106,6 +106,14 @@ def test_helm_installs_changes_and_removes_it(case: str, server: ApiServer, know
     assert server.get("services", *place)["items"] == []
 
 
+def test_an_autoscaler_that_is_turned_on_takes_over_the_workers_that_are_there(server: ApiServer) -> None:
+    chart = (str(make_chart.CHART), "--namespace", "turned-on")
+    server.helm("install", "octavo", *chart, "--create-namespace", "--set", "worker.replicas=3")
+    server.helm("upgrade", "octavo", *chart, "--reset-then-reuse-values", "--set", "hpa.enabled=true")
+    deployments = named(server.get("deployments", "--namespace", "turned-on")["items"])
+    assert deployments["Deployment", "octavo-worker"]["spec"]["replicas"] == 3
+
+
 def test_the_walk_through_of_the_page_names_what_is_there(server: ApiServer) -> None:
     """As a user types it: not `--server-side`, and into the namespace that it makes."""
     overlay = "deploy/kubernetes/overlays/one-node"

@@ -79,6 +79,17 @@ def test_two_releases_have_nothing_in_common() -> None:
     assert "octavo-" not in re.sub(r"octavo-(worker|scheduler|gateway):latest|octavo-client\b", "", str(one))
 
 
+@pytest.mark.parametrize("autoscaler", ["hpa", "keda"])
+def test_an_autoscaler_that_is_turned_on_takes_over_the_workers_that_are_there(autoscaler: str) -> None:
+    """A number that goes out of a manifest is 1 from then on."""
+    live = helm(templates(), merged(values_of("cpu"), {"worker": {"replicas": 5}}))
+    for each in live:
+        each["metadata"]["namespace"] = "octavo"
+    values, worker = merged(values_of("cpu"), {autoscaler: {"enabled": True}}), ("Deployment", "octavo-worker")
+    assert named(helm(templates(), values, live=live))[worker]["spec"]["replicas"] == 5
+    assert "replicas" not in named(helm(templates(), values, namespace="new", live=live))[worker]["spec"]
+
+
 @every_case
 def test_kubectl_makes_the_same(case: str, manifests: list[Manifest], tmp_path: Path) -> None:
     made = run(program("kubectl"), "kustomize", str(folder_of(case, tmp_path / "kubernetes")))

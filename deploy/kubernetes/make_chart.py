@@ -48,6 +48,7 @@ _INSTEAD = re.compile(r"(\s*).*  # chart: (.*)")
 _TLS = re.compile(r"(\s*)# tls: (\w+)")
 _WHEN = re.compile(r"# when (.*)\n")
 _NAMES = re.compile(
+    r"(?<!replacement: )"  # of a job, which rules of Prometheus know by this one name
     r"\boctavo-(?=(?:worker|scheduler|gateway|models|fetch|ranks|access|hub|self-signed|authority|nothing-else)\b)"
 )
 

@@ -176,7 +176,8 @@ class Engine:
             if group.is_resumed:
                 self.admitted_before.learn([group.request_id], group.tenant)
             self._inbox.put(partial(self._adapters.release, group))
-            self.metrics.rejected(refusal)
+            if self.settings.counts_refusals:
+                self.metrics.rejected(refusal)
             raise
         self.metrics.of(group.model).admitted(group)
         if group.trace is not None:

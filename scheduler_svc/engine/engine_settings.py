@@ -17,6 +17,7 @@ class EngineSettings:
     tenants_are_known: bool = False  # their names do not come from clients, see `ServedTokens.share_of`
     tenants: Callable[[], TenantTable] | None = None  # what they may have and weigh; None: no file says
     has_tenant_limits: bool = True  # of `tenants`; False: somebody before this engine keeps them
+    counts_refusals: bool = True  # of `submit`; False: who submits does, and may ask several engines
     preemption_mode: str = "auto"
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True

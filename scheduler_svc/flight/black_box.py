@@ -24,7 +24,7 @@ log = structlog.get_logger()
 
 MAX_FILES = 16  # of records in one folder, whoever wrote them; the oldest go
 AGAIN_AFTER_S = 3600.0  # until the same fault is written down again
-PAUSE_S = 10.0  # between two files of different faults
+PAUSE_S = 10.0  # between two files of one kind of fault; what it leads to is often of another kind
 MAX_KNOWN = 256  # faults that are told apart
 PREFIX = "octavo-flight-"
 
@@ -42,7 +42,6 @@ class BlackBox:
         self._header = header
         self._waiting: queue.SimpleQueue[Recording | threading.Event] = queue.SimpleQueue()
         self._known: dict[tuple[str, str], float] = {}
-        self._written_s = -PAUSE_S
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
@@ -53,11 +52,12 @@ class BlackBox:
             return
         key = fault.kind, re.sub(r"\d+", "0", fault.where)
         last_s = self._known.get(key)
-        if (last_s is not None and now_s - last_s < AGAIN_AFTER_S) or now_s - self._written_s < PAUSE_S:
+        of_kind_s = [when_s for (kind, _), when_s in self._known.items() if kind == fault.kind]
+        if (last_s is not None and now_s - last_s < AGAIN_AFTER_S) or (of_kind_s and now_s - max(of_kind_s) < PAUSE_S):
             return
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
-        self._known[key] = self._written_s = now_s
+        self._known[key] = now_s
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="flight-records", daemon=True)
             self._thread.start()

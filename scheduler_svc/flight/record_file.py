@@ -29,7 +29,7 @@ def header_of(settings: Any) -> Line:
     """What stands in the first line: `settings` are the `EngineSettings`, whose names are hidden."""
     # Limits of tenants are not played: which requests they held is among the entries, as are weights that changed.
     values, hidden = dataclasses.asdict(dataclasses.replace(settings, tenants=None)), Hidden()
-    del values["tenants"], values["has_tenant_limits"]
+    del values["tenants"], values["has_tenant_limits"], values["counts_refusals"]
     values["tenant_weights"] = {hidden.name(name): weight for name, weight in settings.tenant_weights.items()}
     values["adapters"] = {hidden.name(name): hidden.name(path) for name, path in settings.adapters.items()}
     return {

@@ -135,7 +135,7 @@ class ShardedCore:
 
     async def submit(self, group: SequenceGroup, *, replaces: bool) -> None:
         """Claims the request id at the parent, waits there for its tenant's turn, then goes to the shard with the
-        cheapest worker."""
+        cheapest worker. A refusal is counted here: others may take what one shard refuses."""
         try:
             self._ids[group] = await self._claim(group, replaces)
             if self._counts_tokens:
@@ -149,7 +149,8 @@ class ShardedCore:
             await self._submit_anywhere(group)
         except AbortedOnItsWay:
             self._end(group, FinishReason.ABORT, "")
-        except RequestRefused:
+        except RequestRefused as refusal:
+            self.refused(refusal)
             self._used.pop(group, None)
             self._front.refuse(self._ids.pop(group))
             raise

@@ -73,9 +73,10 @@ class MetricSums:
         return list(merged.values())
 
     def _join_ended(self, texts: Texts) -> None:
-        """Lives of a shard that have ended are kept as one."""
+        """Lives of a shard that have ended are kept as one. The newest may only be slow, and tell its counts again."""
         for index in {index for index, _ in self._last}:
-            ended = [each for each in self._last if each[0] == index and each not in texts]
+            *former, _ = (each for each in self._last if each[0] == index)
+            ended = [each for each in former if each not in texts]
             if len(ended) > 1:
                 first, *others = ended
                 for other in others:

@@ -141,6 +141,12 @@ ELSEWHERE = {
         "tests/test_autoscaling.py",
         '"--autoscale"',
     ),
+    "octavo bench fleet --autoscale --day chat --step-ms 60 --token-us 600 --max-num-seqs 16 --cache-tokens 65536": (
+        "tests/test_autoscaling.py",
+        '"--autoscale", *SMALL_DAY',
+    ),
+    "octavo bench fleet --autoscale my-hpa.yaml --trace day.jsonl --start-s 300 --slo-first-token-s 5 --compare "
+    "--picture day.svg": ("tests/test_autoscaling.py", '"--autoscale", str(path)'),
     "python -m docs.generate": ("tests/test_docs.py", "generate"),
 }
 COMMANDS = sorted(

@@ -343,6 +343,19 @@ def test_a_fault_is_written_once_and_read_again(tmp_path: Path, monkeypatch: pyt
     assert box.wait() and len(list((tmp_path / "deep" / "folder").iterdir())) == 2, "a service that ends has no faults"
 
 
+def test_a_fault_of_another_kind_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(black_box, "PAUSE_S", 1e9)
+    box = box_of(tmp_path)
+    for kind, where in (("worker lost", "it vanished"), ("step failed", "memory"), ("worker lost", "it is silent")):
+        box.take(recording_of(kind, where))
+    assert box.wait()
+    faults = [record_file.read(path).header["fault"] for path in tmp_path.iterdir()]
+    assert {(fault["kind"], fault["where"]) for fault in faults} == {
+        ("worker lost", "it vanished"),
+        ("step failed", "memory"),
+    }
+
+
 def test_there_are_never_more_than_so_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(black_box, "PAUSE_S", 0.0)
     box = box_of(tmp_path)

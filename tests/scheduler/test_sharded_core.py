@@ -20,7 +20,7 @@ from scheduler_svc.output.mailboxes import Mailboxes
 from scheduler_svc.shards.shard_link import ShardLink
 from scheduler_svc.shards.sharded_core import ShardedCore
 from tests.fakes import FakeWorker
-from tests.scheduler.test_core_link import both_ends
+from tests.scheduler.test_core_link import Ends, both_ends
 from tests.scheduler.test_routing_table import worker
 from tests.waiting import until
 
@@ -135,6 +135,58 @@ async def test_an_id_that_the_parent_gave_and_the_shard_has_yet_to_free_is_waite
             assert core._homes.keys() == {again} and "is live already" in refusals[0]
             core.abandon(again)
             await ends.check_nothing_is_kept()
+
+
+async def test_a_refusal_counts_once_and_only_where_no_shard_took_the_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"shards": 2, "max_waiting_requests": 1}
+    goes_on = threading.Event()
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+
+    async def claim(_: SequenceGroup) -> int:
+        return 1
+
+    async def fill(ends: Ends, request_id: str) -> None:
+        ends.serving.engine.call(goes_on.wait)  # the step loop stands still, and what comes waits
+        group = ends.frontend.prepare(pb.GenerateRequest(request_id=request_id, prompt="|"))
+        await ends.link.submit(group, replaces=False)
+
+    with FakeWorker(delay_s=0.01) as first, FakeWorker(delay_s=0.01) as second:
+        async with (
+            both_ends(tmp_path / "one", first, **options) as one,
+            both_ends(tmp_path / "other", second, **options) as other,
+            grpc.aio.insecure_channel("unix:/nowhere") as channel,
+        ):
+            shards = [one, other]
+            core = ShardedCore(channel, one.mailboxes, num_shards=2, wait_timeout_s=20.0, max_losses=3)
+            links: dict[str, Any] = {str(number): ends.link for number, ends in enumerate(shards)}
+            core._links = links
+            monkeypatch.setattr(core._front, "claim", claim)
+            monkeypatch.setattr(
+                core, "_choose", lambda _, asked: next((ends.link for ends in shards if ends.link not in asked), None)
+            )
+
+            async def counted() -> int:
+                for ends in shards:
+                    await ends.link.catch_up()
+                return sum(ends.serving.engine.metrics.num_rejected["queue_full"] for ends in shards)
+
+            try:
+                await fill(one, "fills one")
+                served = one.frontend.prepare(pb.GenerateRequest(request_id="served", prompt="|"))
+                await core.submit(served, replaces=False)
+                assert core._homes == {served: other.link} and await counted() == 0
+                there = other.serving.engine
+                await until(lambda: all(group.first_scheduled_ns is not None for group in there.live_groups()))
+                await fill(other, "fills the other")
+                refused = one.frontend.prepare(pb.GenerateRequest(request_id="refused", prompt="|"))
+                with pytest.raises(QueueFull):
+                    await core.submit(refused, replaces=False)
+                assert await counted() == 1
+            finally:
+                goes_on.set()
 
 
 async def test_a_former_life_of_a_shard_that_ends_late_leaves_its_next_one_alone(

@@ -282,6 +282,16 @@ def test_counts_are_added_up_and_stay_when_a_shard_is_lost_and_comes_back() -> N
     assert len(sums._last) <= 4, "ended lives are kept as one"
 
 
+def test_a_shard_that_was_started_again_and_misses_an_answer_is_counted_once() -> None:
+    sums = MetricSums()
+    for texts in ({(0, "a"): text(100, 0, 0)}, {(0, "b"): text(7, 0, 0)}, {}):
+        sums.add(texts)
+    assert samples_of(sums.add({(0, "b"): text(8, 0, 0)}))["octavo:generation_tokens_total",] == 108
+    sums.add({(0, "c"): text(1, 0, 0)})
+    assert samples_of(sums.add({}))["octavo:generation_tokens_total",] == 109
+    assert len(sums._last) == 2
+
+
 def test_of_exemplars_the_latest_of_all_shards_is_told() -> None:
     early, late = (f' # {{trace_id="{name}"}} 0.05 {when}.5' for name, when in (("ab", 100), ("cd", 200)))
     for texts in ((early, late), (late, early), (late, "")):
