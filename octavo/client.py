@@ -141,7 +141,7 @@ class AsyncClient(_Settings):
         """Streams what the model writes; each item brings what is new, the last one has `finished` set.
 
         Options are `prompt_token_ids` or `messages` in place of `prompt`, `request_id`, `stream`, `priority`,
-        `adapter`, `model`, `tenant`, `cache_salt`, `add_special_tokens`, `truncate_prompt_tokens`,
+        `adapter`, `model`, `tenant`, `cache_salt`, `is_answer`, `add_special_tokens`, `truncate_prompt_tokens`,
         `return_prompt_token_ids`, `add_generation_prompt`, `continue_final_message`, with the defaults of
         `GenerateRequest`. `timeout` is in seconds, over all attempts. `traceparent` names the span that the request is
         a part of, as W3C writes it; by default the caller's current one, where the program uses OpenTelemetry.

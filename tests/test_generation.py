@@ -34,7 +34,10 @@ def test_a_conversation_goes_on_after_the_tokens_that_it_was_rendered_to() -> No
     again = generation.request
     assert again.WhichOneof("prompt_kind") == "prompt_token_ids" and list(again.prompt_token_ids.ids) == [4, 5, 6]
     assert not again.HasField("truncate_prompt_tokens") and not again.return_prompt_token_ids
-    assert again.is_answer, "their text begins as that of an answer to messages"
+    assert [output.is_answer for output in again.resume] == [True], "their text begins as that of an answer to messages"
+    assert max(field.number for field, _ in again.ListFields()) <= 17, (
+        "schedulers of 0.1.0 refuse fields that are newer"
+    )
     assert (again.model, again.model_fingerprint) == ("m", "f1")
     assert [list(output.token_ids) for output in again.resume] == [[7, 8]]
     generation.receive(pb.GenerateResponse(admission=pb.Admission(), model="m", model_fingerprint="f1"), 3)
@@ -45,7 +48,8 @@ def test_a_conversation_goes_on_after_the_tokens_that_it_was_rendered_to() -> No
 def test_a_message_that_was_to_be_continued_still_is() -> None:
     generation = begun(build_request(None, None, messages=CHAT, continue_final_message=True), 7, prompt=(4, 5, 6))
     generation.retry_delay_s(LOST, 4)
-    assert generation.request.WhichOneof("prompt_kind") == "prompt_token_ids" and not generation.request.is_answer
+    assert generation.request.WhichOneof("prompt_kind") == "prompt_token_ids"
+    assert [output.is_answer for output in generation.request.resume] == [False]
 
 
 def test_a_text_is_sent_again_as_it_is_with_the_model_that_began() -> None:

@@ -99,8 +99,10 @@ class Generation:
         self._model_fingerprint = ""
         # A template may render another prompt tomorrow: a resumed output must follow the same prompt tokens.
         self._shows_prompt = request.return_prompt_token_ids
-        if request.WhichOneof("prompt_kind") == "messages" and not self._comes_whole:
+        is_chat = request.WhichOneof("prompt_kind") == "messages"
+        if is_chat and not self._comes_whole:
             request.return_prompt_token_ids = True
+        self._is_answer = is_chat and not request.messages.continue_final_message  # which ids do not tell
 
     @property
     def request(self) -> pb.GenerateRequest:
@@ -169,7 +171,6 @@ class Generation:
         request = self._request
         request.model, request.model_fingerprint = self._model, self._model_fingerprint
         if request.WhichOneof("prompt_kind") == "messages" and self._prompt_token_ids:
-            request.is_answer = not request.messages.continue_final_message
             request.prompt_token_ids.ids[:] = self._prompt_token_ids
             request.ClearField("truncate_prompt_tokens")  # they are what was left
             request.return_prompt_token_ids = self._shows_prompt
@@ -177,7 +178,7 @@ class Generation:
     def _hold(self, delta: pb.OutputDelta, now_ns: int) -> None:
         held = self._held.get(delta.index)
         if held is None:
-            held = self._held[delta.index] = pb.ResumedOutput(index=delta.index)
+            held = self._held[delta.index] = pb.ResumedOutput(index=delta.index, is_answer=self._is_answer)
         if delta.finish_reason:
             held.finish_reason = delta.finish_reason
         if delta.logprobs:

@@ -123,6 +123,7 @@ class Frontend:
             bad_words=prepared.bad_words,
             resumed_token_ids=resumed,
         )
+        is_answer = request.is_answer or any(output.is_answer for output in request.resume)
         group.output = stream = RequestStream(
             group,
             model.tokenizer,
@@ -131,7 +132,7 @@ class Frontend:
             returns_prompt=request.return_prompt_token_ids,
             finish_sequence=self._finish_sequence,
             # Behind a special token another part of a text begins.
-            continues_text=not request.is_answer and token_ids[-1] not in model.tokenizer.special_token_ids,
+            continues_text=not is_answer and token_ids[-1] not in model.tokenizer.special_token_ids,
         )
         if resumed:
             stream.resume(resumed_outputs(request, group))

@@ -71,7 +71,11 @@ def test_text_with_a_token_that_the_model_has_no_row_for_is_refused(model: Serve
     complaint = rf"^{kind}: got token 258 \('<\|im_end\|>'\); accepted: 0 to 257$"
     with pytest.raises(InvalidRequest, match=complaint):
         texts.prepare(pb.GenerateRequest(**given))
-    assert IM_END in texts.tokenize(pb.TokenizeRequest(**given)).token_ids  # which shows what it is
+    ids = texts.tokenize(pb.TokenizeRequest(**given)).token_ids
+    assert IM_END in ids, "which shows what it is"
+    assert "abc" in texts.detokenize(pb.DetokenizeRequest(token_ids=ids)).text
+    with pytest.raises(InvalidRequest, match=r"^token_ids: got 9999;"):
+        texts.detokenize(pb.DetokenizeRequest(token_ids=[9999]))
     assert texts.prepare(pb.GenerateRequest(prompt="abc<|im_start|>")).token_ids == [*b"abc", IM_START]
 
 
@@ -250,3 +254,22 @@ def test_the_first_word_has_its_space_where_the_output_continues_a_text(
     group = Frontend(lambda: models, lambda _: None).new_group(decode_prepared(encode_prepared(prepared)), arrival_ns=0)
     group.output.take(group.sequences[0], THE, FinishReason.LENGTH, came_ns=1)
     assert group.output.next_message().outputs[0].text == text
+
+
+@pytest.mark.parametrize("is_answer", [True, False])
+def test_a_resumed_answer_has_the_text_that_it_had(model: ServedModel, is_answer: bool) -> None:
+    """As tokens of its prompt do not tell that messages were rendered to them: one more space would complete `stop`."""
+    tokenizer = Tokenizer(tiny_tokenizers.files_of(tiny_tokenizers.sentencepiece()))
+    models = ServedModels.of(dataclasses.replace(model, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size))
+    resumed = pb.ResumedOutput(token_ids=[THE], is_answer=is_answer)
+    request = pb.GenerateRequest(
+        request_id="it",
+        prompt_token_ids=pb.TokenIds(ids=[THE]),
+        resume=[resumed],
+        sampling_params=pb.SamplingParams(stop=[" the"], temperature=0),
+    )
+    group = Frontend(lambda: models, lambda _: None).new_group(
+        RequestTexts(models, TextSettings()).prepare(request), arrival_ns=0
+    )
+    list(group.output.catch_up())
+    assert group.output.is_finished == (not is_answer)
