@@ -97,7 +97,7 @@ class RequestText:
         """The text of these ids together."""
         model = self._model
         check_length("token_ids", len(request.token_ids), "ids", model)
-        check_vocabulary("token_ids", request.token_ids, model)
+        check_vocabulary("token_ids", request.token_ids, model, may_lack_row=True)
         text = model.tokenizer.decode(list(request.token_ids), skip_special_tokens=request.skip_special_tokens)
         return pb.DetokenizeResponse(text=text)
 
