@@ -33,7 +33,8 @@ from protos import inference_pb2, worker_pb2
 from scheduler_svc.api.metrics_server import METRICS_PORT, PATHS
 from scheduler_svc.api.public_server import GRACE_S
 from scheduler_svc.config import SchedulerConfig
-from tests.gateway.running import gateway
+from tests.gateway.running import Gateway, gateway
+from tests.integration.fake_inference import FakeServer
 from tests.kubernetes_cases import (
     CASES,
     KUBERNETES,
@@ -296,7 +297,8 @@ def test_probes_ask_what_is_there(case: str, manifests: list[Manifest]) -> None:
         assert set(probes) == {"startupProbe", "readinessProbe", "livenessProbe"}
         for name, probe in probes.items():
             if service == "gateway":
-                assert probe["httpGet"] == {"path": "/version", "port": "http"}
+                path = "/ready" if name == "readinessProbe" else "/version"
+                assert probe["httpGet"] == {"path": path, "port": "http"}
                 continue
             asked = readiness[service] if name == "readinessProbe" else ""
             if "tls" not in CASES[case][1]:
@@ -316,15 +318,22 @@ def test_probes_ask_what_is_there(case: str, manifests: list[Manifest]) -> None:
         startup = probes["startupProbe"]
         limit_s = startup["periodSeconds"] * startup["failureThreshold"]
         assert limit_s >= (1200 if service == "worker" else 60), "a large model takes long to load"
-    assert "/version" in paths_of_the_gateway()
+    assert paths_of_the_gateway() >= {"/version", "/ready"}
 
 
-def test_a_gateway_is_ready_where_no_scheduler_is_and_can_hold_requests() -> None:
-    """Its Service would lead to none while a scheduler starts anew."""
+def test_a_gateway_is_ready_once_it_has_found_a_scheduler_and_stays_so_without_one() -> None:
+    """Its Service would lead to none while a scheduler starts anew; but a rollout is to end at one that finds none."""
     (probe,) = (it["readinessProbe"] for service, _, it in serving(rendered("cpu")) if service == "gateway")
+
+    def answers(of: Gateway) -> list[int]:
+        return [of.ask("GET", path)[0] for path in (probe["httpGet"]["path"], "/health")]
+
+    with FakeServer() as scheduler, gateway(scheduler.address, RetryPolicy(window_s=0.0)) as found:
+        assert answers(found) == [200, 200]
+        scheduler.stop()
+        assert answers(found) == [200, 503]
     with gateway("127.0.0.1:1", RetryPolicy(window_s=0.0)) as alone:
-        assert alone.ask("GET", probe["httpGet"]["path"])[0] == 200
-        assert alone.ask("GET", "/health")[0] == 503
+        assert answers(alone) == [503, 503]
 
 
 @every_case

@@ -67,6 +67,7 @@ def new_app(service: Service, config: GatewayConfig) -> Starlette:
         Route(path, AskingEndpoint(path, service, ask), methods=[method]) for path, (method, ask) in _ASKING.items()
     ]
     routes.append(Route("/health", asking.health(service)))
+    routes.append(Route("/ready", asking.ready(service)))
     if config.page:
         routes += page_routes(live_panel=config.live_panel)
     if config.live_panel:

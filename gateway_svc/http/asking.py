@@ -150,3 +150,15 @@ def health(service: Service) -> Callable[[Request], Awaitable[Response]]:
         return Response(status_code=200 if await service.schedulers.are_ready() else 503)
 
     return respond
+
+
+def ready(service: Service) -> Callable[[Request], Awaitable[Response]]:
+    """200 from when on a scheduler has served, 503 before: requests can wait here for one that starts anew."""
+    has_served = False
+
+    async def respond(request: Request) -> Response:
+        nonlocal has_served
+        has_served = has_served or await service.schedulers.are_ready()
+        return Response(status_code=200 if has_served else 503)
+
+    return respond
