@@ -173,7 +173,7 @@ def matmul(
     Without `may_describe` tiles are read by address on any card, which measures what descriptors give.
     """
     bound = _bound((out, x, weight, bias), may_describe)
-    if not len(x):
+    if not len(x) or not len(weight):  # a rank may have no token of a small vocabulary
         return
     cut, sums, tiles = bound.cut, out, (x, weight)
     if bound.is_split:
@@ -210,7 +210,7 @@ def _bound(
         raise ValueError(f"matmul: out must be {(count, num_outputs)}, not {tuple(out.shape)}")
     if bias is not None:
         check_contiguous("matmul", "bias", bias, (num_outputs,), x)
-    cut = tiling(num_outputs, size, weight.dtype)
+    cut = tiling(max(num_outputs, 1), size, weight.dtype)
     if count <= _FEW_ROWS and capability_of(x.device) not in TENSOR_MEMORY:
         cut = cut.for_few_rows()
     num_tiles = cdiv(count, cut.block_m) * cdiv(num_outputs, cut.block_n)

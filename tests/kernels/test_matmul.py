@@ -132,6 +132,7 @@ def test_no_row_is_nothing_and_what_does_not_fit_is_refused() -> None:
     x, weight = normal(3, 8), normal(5, 8)
     out = normal(3, 5)
     matmul(out[:0], x[:0], weight)
+    matmul(out[:, :0], x, weight[:0])
     with pytest.raises(ValueError, match=r"matmul: out must be \(3, 5\), not \(2, 5\)"):
         matmul(out[:2], x, weight)
     with pytest.raises(ValueError, match=r"weight must be contiguous \(5, 8\), not \(5, 7\)"):

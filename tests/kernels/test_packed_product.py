@@ -153,6 +153,9 @@ def test_weights_that_have_no_such_layout_are_left_to_others() -> None:
     assert quantized_product(Format("", Numbers.UINT4, 8).weight(3, 96), None) is None
     assert quantized_product(replace(Format("", Numbers.E4M3, 64).weight(3, 96), zero=zeros), None) is None
     assert quantized_product(Format("", Numbers.UINT4, 0, "offset").weight(3, 96), None) is None
+    # A chunk has 128 codes of four bits, and each adds the offsets of its groups.
+    assert quantized_product(Format("", Numbers.UINT4, 256, "offset").weight(3, 512), None) is None
+    assert quantized_product(Format("", Numbers.UINT4, 128, "offset").weight(3, 512), None) is not None
 
 
 def test_no_row_is_nothing_and_what_does_not_fit_is_refused() -> None:

@@ -109,3 +109,16 @@ def test_a_rank_without_memory_for_a_graph_ends_as_others_wait_for_it(has_others
     initialized = worker.initialize(worker.bounds)
     assert isinstance(initialized.exception(30), torch.OutOfMemoryError if has_others else type(None))
     assert ends == [True] * has_others and len(reasons) == len(ends)
+
+
+def test_a_rank_tries_what_the_others_try_whatever_is_taken_already() -> None:
+    """They wait for it in each capture."""
+    pools, tried = Pools(), list[int]()
+    tensors = pools.take(101)
+
+    def take(size: int) -> Captured:
+        tried.append(size)
+        return pools.take(size)
+
+    assert capture_within(100, pools, [90, 60], take, "step", is_alone=False) == []
+    assert tried == [90, 60] and tensors.size == 101

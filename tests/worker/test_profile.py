@@ -133,6 +133,19 @@ def test_swaps_are_timed_where_there_are_host_blocks(model: Recorder) -> None:
     assert profiler.swap_bytes_per_s() > 0
 
 
+@pytest.mark.parametrize("is_host", [True, False])
+def test_copies_are_compiled_at_the_start_where_no_swap_does_it(
+    model: Recorder, monkeypatch: pytest.MonkeyPatch, is_host: bool
+) -> None:
+    runner, memory = ModelRunner(model, fake_config(), 4), HostMemory()
+    runner.allocate_cache(8, 0)
+    copied: list[list[list[int]]] = []
+    monkeypatch.setattr(runner.cache, "copy", lambda pairs: copied.append(pairs.tolist()))
+    monkeypatch.setattr(type(memory), "is_host", is_host)
+    assert Profiler(runner, memory).swap_bytes_per_s() == 0
+    assert copied == ([] if is_host else [[[0, 1]]])
+
+
 def test_swaps_in_host_memory_touch_nothing_of_a_runners_cache(model: Recorder) -> None:
     runner = ModelRunner(model, fake_config(), 4)
     runner.allocate_cache(8, 5)

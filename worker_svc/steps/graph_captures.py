@@ -36,11 +36,13 @@ def capture_within(
     The graphs that are kept share their memory. Until there is one, each has memory of its own: what a graph that is
     given up has shared with others would not be given back, and no smaller one would fit either.
 
-    Unless the model `is_alone`, other ranks compute with it. In a capture that runs out of memory they wait for what
-    this one no longer computes, so that its error is raised.
+    Unless the model `is_alone`, other ranks compute with it, and capture the same: one with less room tries all sizes,
+    too. In a capture that runs out of memory they wait for what this one no longer computes, so that its error is
+    raised.
     """
     kept: list[Step] = []
-    if sizes and (num_bytes := backend.bytes_taken()) > most_bytes:  # by tensors that all graphs read and write
+    # By tensors that all graphs read and write.
+    if is_alone and sizes and (num_bytes := backend.bytes_taken()) > most_bytes:
         log.warning(f"no room for graphs of {step_name}s", bytes=num_bytes, of=most_bytes)
         return kept
     for size in sizes:

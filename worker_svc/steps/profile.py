@@ -121,6 +121,8 @@ class Profiler:
         most = min(cache.num_host_blocks, cache.num_device_blocks)
         num_blocks = min(-(-_SWAPPED_BYTES // self._runner.block_bytes), most)
         if num_blocks == 0:
+            if not self._memory.is_host and cache.num_device_blocks > 1:
+                cache.copy(torch.tensor([[0, 1]]))  # or its kernel would be compiled when the first sequence forks
             return 0.0
         if self._memory.is_host:
             cache = self._runner.new_cache(num_blocks, num_blocks)

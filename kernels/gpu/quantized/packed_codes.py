@@ -107,7 +107,7 @@ def pack_codes(weight: QuantizedWeight) -> PackedCodes | None:
         return None
     if weight.zero is not None and weight.numbers not in _WITH_ZEROS:
         return None
-    if weight.offset is not None and (not group or group & (group - 1)):
+    if weight.offset is not None and (not group or group & (group - 1) or group > chunk):
         return None
     num_chunks = -(-weight.in_features // chunk)
     num_groups = -(-num_chunks * chunk // group) if group else 1
