@@ -44,7 +44,7 @@ void tile(const char *x, i64 x_stride, const char *w, i64 depth, const float *s,
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 3
         for (int v = 0; v < COLUMNS; v++) sums[r][v] = load(s + r * s_stride + v * LANES);
-    for (i64 k = 0; k < depth; k++, w += Weight::LINE, x += 4, soon += step) {
+    auto add_line = [&]() INLINED {
         F weights[COLUMNS];
 #pragma GCC unroll 3
         for (int v = 0; v < COLUMNS; v++) weights[v] = Weight::read(w + v * Weight::VECTOR);
@@ -59,7 +59,15 @@ void tile(const char *x, i64 x_stride, const char *w, i64 depth, const float *s,
 #pragma GCC unroll 3
             for (int v = 0; v < COLUMNS; v++) sums[r][v] = Weight::add(factor, weights[v], sums[r][v]);
         }
-    }
+        w += Weight::LINE, x += 4, soon += step;
+    };
+    if constexpr (COLUMNS < VECTORS) {
+        // Two lines a turn: with so few products a line counting them is felt, most where another thread of the core
+        // takes its share of instructions.
+#pragma GCC unroll 2
+        for (i64 k = 0; k < depth; k++) add_line();
+    } else
+        for (i64 k = 0; k < depth; k++) add_line();
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 3
