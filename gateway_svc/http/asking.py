@@ -153,7 +153,7 @@ def health(service: Service) -> Callable[[Request], Awaitable[Response]]:
 
 
 def ready(service: Service) -> Callable[[Request], Awaitable[Response]]:
-    """200 from when on a scheduler has served, 503 before: requests can wait here for one that starts anew."""
+    """200 from when on a scheduler was found to serve, 503 before: requests can wait here for one that starts anew."""
     has_served = False
 
     async def respond(request: Request) -> Response:

@@ -43,16 +43,25 @@ def in_own_thread(function: Callable[[], T]) -> T:
 
 
 @pytest.mark.parametrize(
-    ("config", "local_size", "expected"),
-    [(WorkerConfig(num_threads=3), 1, 3), (WorkerConfig(), 1, 4), (WorkerConfig(), 2, 2)],
+    ("config", "local_size", "openmp", "expected"),
+    [
+        (WorkerConfig(num_threads=3), 1, "1", 3),
+        (WorkerConfig(), 1, "", 4),
+        (WorkerConfig(), 2, "", 2),
+        (WorkerConfig(), 8, "", 1),
+        (WorkerConfig(), 1, "3,2", 3),
+        (WorkerConfig(), 2, "3", 2),
+        (WorkerConfig(), 1, "0", 4),
+    ],
 )
 def test_as_many_threads_compute_as_there_are_cores_for_each_rank(
-    config: WorkerConfig, local_size: int, expected: int, monkeypatch: pytest.MonkeyPatch
+    config: WorkerConfig, local_size: int, openmp: str, expected: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(compute_threads, "available_cores", lambda: 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", openmp)
 
     def set_and_count() -> int:
-        torch.set_num_threads(8)
+        torch.set_num_threads(1)  # as torch counts where two hardware threads of a core are two processors
         set_threads(config, local_size)
         return torch.get_num_threads()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import structlog
 import torch
 
@@ -16,9 +18,15 @@ def set_threads(config: WorkerConfig, local_size: int = 1) -> None:
 
     The ranks of one machine, `local_size` of them, share its cores.
     """
-    # torch counts the cores of its affinity and OMP_NUM_THREADS, but not what a control group pays for.
-    most = available_cores() // local_size
-    torch.set_num_threads(config.num_threads or max(min(torch.get_num_threads(), most), 1))
+    torch.set_num_threads(config.num_threads or _threads_of_share(local_size))
+
+
+def _threads_of_share(local_size: int) -> int:
+    """As `octavo serve` divides them. torch itself would count two hardware threads of a core as one, and not what a
+    control group pays for."""
+    most = max(available_cores() // local_size, 1)
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # of nested teams the outermost comes first
+    return min(int(asked), most) if asked.isdecimal() and int(asked) else most
 
 
 def log_arithmetic(device: torch.device, dtype: torch.dtype) -> None:
