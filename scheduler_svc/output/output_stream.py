@@ -53,6 +53,7 @@ class OutputStream:
         self._has_written_end = False
         self._is_resumed = False
         self._knows_logprobs = params.HasField("logprobs")
+        self._stop_token_ids = params.stop_token_ids
         self._has_stop_strings = stops is not None
         self._detokenizer: Detokenizer | None = None
         if not params.HasField("detokenize") or params.detokenize:
@@ -140,7 +141,7 @@ class OutputStream:
     def end(self, reason: FinishReason, message: str = "") -> None:
         """Ends the output: at its last token, or from outside, aborted or failed with a message."""
         self.finish_reason = reason
-        if reason is FinishReason.STOP:
+        if reason is FinishReason.STOP and self._token_ids[-1] in self._stop_token_ids:  # not the model's own end
             self._matched_stop = self._token_ids[-1]
         elif reason is FinishReason.ERROR:
             self._error = pb.OutputError(code="INTERNAL", message=message, retryable=True)
