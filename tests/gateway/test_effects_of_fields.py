@@ -243,3 +243,9 @@ def test_what_the_scheduler_does_not_have_is_refused_by_name(served: Gateway, na
     value = {"guided_json": {"type": "object"}, "guided_json_object": True, "guided_choice": ["a"]}.get(name, "a")
     answer = ask(served, COMPLETION | {name: value})
     assert (answer["http"], answer["error"]["param"]) == (400, name)
+
+
+@pytest.mark.parametrize("body", [COMPLETION, CHAT, RESPONSE], ids=["completion", "chat", "response"])
+def test_parameters_that_forbid_every_token_are_refused_for_good(served: Gateway, body: dict[str, Any]) -> None:
+    answer = ask(served, body | {"ignore_eos": False, "allowed_token_ids": [IM_END], "min_tokens": 1})
+    assert (answer["http"], answer["error"]["type"]) == (400, "invalid_request_error"), answer
