@@ -344,11 +344,13 @@ class Hypothesis(_message.Message):
     def __init__(self, token_ids_i32: _Optional[bytes] = ..., score: _Optional[float] = ..., cumulative_logprob: _Optional[float] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., logprobs_f64: _Optional[bytes] = ..., ranks_u32: _Optional[bytes] = ...) -> None: ...
 
 class GroupEnd(_message.Message):
-    __slots__ = ("finish_reason", "message", "counters")
+    __slots__ = ("finish_reason", "message", "counters", "is_invalid")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    IS_INVALID_FIELD_NUMBER: _ClassVar[int]
     finish_reason: _inference_pb2.FinishReason
     message: str
     counters: GroupCounters
-    def __init__(self, finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., message: _Optional[str] = ..., counters: _Optional[_Union[GroupCounters, _Mapping]] = ...) -> None: ...
+    is_invalid: bool
+    def __init__(self, finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., message: _Optional[str] = ..., counters: _Optional[_Union[GroupCounters, _Mapping]] = ..., is_invalid: bool = ...) -> None: ...

@@ -40,6 +40,8 @@ class Gathered:
 
 def check(delta: pb.OutputDelta) -> None:
     """Raises HttpError for an output that ended without its end."""
+    if delta.finish_reason == pb.FINISH_REASON_ERROR and delta.error.code == "INVALID_ARGUMENT":
+        raise HttpError(400, delta.error.message)
     if delta.finish_reason == pb.FINISH_REASON_ERROR:
         status = 503 if delta.error.retryable else 500
         kind = errors.UNAVAILABLE if delta.error.retryable else errors.SERVER

@@ -15,6 +15,7 @@ from protos import inference_pb2 as pb
 
 _PLACE = '"output_index":0'
 _PART = '"content_index":0'
+_ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # OpenAI's, of which none is nearer to the first
 
 
 class ResponseAnswer:
@@ -85,7 +86,7 @@ class ResponseAnswer:
 
     def failed(self, error: HttpError) -> bytes:
         """The response, with what went wrong."""
-        what = {"code": "rate_limit_exceeded" if error.status == 429 else "server_error", "message": error.message}
+        what = {"code": _ERROR_CODES.get(error.status, "server_error"), "message": error.message}
         response = self._response("failed", []) | {"error": what}
         return self._event("response.failed", f'"response":{text_of(response)}')
 

@@ -163,17 +163,22 @@ class _Call:
             await self._all_admitted.wait()
 
     async def _learn_prompts(self, token_ids: Sequence[Sequence[int]]) -> None:
-        """Texts that an echo shows: of prompts that came as ids, and of the first tokens, which have no logprobs."""
+        """Texts that an echo shows: of prompts, and of their first tokens, which have no logprobs."""
         if not (self._asked.echoes and isinstance(self._answer, CompletionAnswer)):
             return
         requests, with_logprobs = self._asked.requests, self._asked.num_top is not None
         prompts, first_tokens = [], []
         for request, ids in zip(requests, token_ids, strict=True):
-            by_ids = request.WhichOneof("prompt_kind") == "prompt_token_ids"
-            given = request.prompt_token_ids.ids
-            prompts.append(await self._text(request, given) if by_ids else request.prompt)
+            prompts.append(await self._prompt_text(request, ids))
             first_tokens.append(await self._text(request, ids[:1]) if with_logprobs else "")
         self._answer.learn_prompts(prompts, first_tokens)
+
+    async def _prompt_text(self, request: pb.GenerateRequest, kept: Sequence[int]) -> str:
+        """As it was sent, unless it came as ids or was cut to the tokens that were `kept`."""
+        if request.HasField("truncate_prompt_tokens") and len(kept) == request.truncate_prompt_tokens:
+            return await self._text(request, kept)
+        by_ids = request.WhichOneof("prompt_kind") == "prompt_token_ids"
+        return await self._text(request, request.prompt_token_ids.ids) if by_ids else request.prompt
 
     async def _text(self, request: pb.GenerateRequest, ids: Sequence[int]) -> str:
         schedulers, question = self._service.schedulers, pb.DetokenizeRequest(model=request.model, token_ids=ids)

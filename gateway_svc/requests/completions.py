@@ -37,7 +37,9 @@ def read_completion(fields: Fields) -> Asked:
         names=names,
     )
     _read_max_tokens(asked, params, fields)
-    _read_logprobs(asked, params, head, fields)
+    _read_logprobs(asked, params, fields)
+    is_cut = head.HasField("truncate_prompt_tokens")
+    head.return_prompt_token_ids = asked.echoes and (is_cut or asked.num_top is not None)
     read_prompt_logprobs(asked, params, fields)
     head.sampling_params.CopyFrom(params)
     _check_size(prompts, head, fields)
@@ -72,11 +74,10 @@ def _read_max_tokens(asked: Asked, params: pb.SamplingParams, fields: Fields) ->
     put(params, "max_tokens", DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens, fields)
 
 
-def _read_logprobs(asked: Asked, params: pb.SamplingParams, head: pb.GenerateRequest, fields: Fields) -> None:
+def _read_logprobs(asked: Asked, params: pb.SamplingParams, fields: Fields) -> None:
     """Those of an echoed prompt come with those of the output."""
     asked.num_top = fields.integer("logprobs")
     put(params, "logprobs", asked.num_top, fields)
     if asked.echoes and asked.num_top is not None:
         put(params, "prompt_logprobs", asked.num_top, fields, "logprobs")
         asked.names["prompt_logprobs"] = "logprobs"
-        head.return_prompt_token_ids = True

@@ -11,7 +11,7 @@ from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.core.sequences.group_fault import names_group
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.sequences.sequence_columns import Ints, TokenIds
-from scheduler_svc.core.step_plan import Answer, NewTokens, ScheduledRows, WrongAnswer
+from scheduler_svc.core.step_plan import Answer, NewTokens, RowFailure, ScheduledRows, WrongAnswer
 from scheduler_svc.core.worker_groups import WorkerGroups
 
 
@@ -41,11 +41,11 @@ class Answers:
             self._take_candidates(rows, answer, is_answered, len(slots), tokens.beams)
         self._suspected.acquit(tokens.sequences)
         for row, message in answer.errors.items():
-            group = rows.sequences[row].group
+            group, is_invalid = rows.sequences[row].group, row in answer.computed_well
             is_new = not group.is_finished
-            self._end_failed(rows.sequences[row], withdraws=row not in answer.computed_well)
+            self._end_failed(rows.sequences[row], withdraws=not is_invalid)
             if is_new:
-                tokens.errors.append((group, message))
+                tokens.errors.append(RowFailure(group, message, is_invalid))
         return tokens
 
     def forget(self, group: SequenceGroup) -> None:

@@ -7,6 +7,7 @@ as long (6 us a step).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -127,20 +128,28 @@ class Answer:
     computed_well: frozenset[int] = frozenset()
 
 
+class RowFailure(NamedTuple):
+    """Why a group ends without its next token; `is_invalid`: what it asks for leaves none, at the next attempt too."""
+
+    group: SequenceGroup
+    message: str
+    is_invalid: bool
+
+
 @dataclass(slots=True)
 class NewTokens:
     """Tokens that one answer brought to sequences that still want them.
 
     Arrays of one length: the sequence, its token, the position of the token among the answer's columns, and a
-    `FinishReason` where the token ended the sequence. `errors` are groups with a row that could not be sampled, with
-    the reason; `beams` are beam groups whose search is over, with what it found, best first.
+    `FinishReason` where the token ended the sequence. `errors` are groups with a row that could not be sampled;
+    `beams` are beam groups whose search is over, with what it found, best first.
     """
 
     sequences: npt.NDArray[np.object_]
     token_ids: TokenIds
     entries: Ints
     finish_reasons: npt.NDArray[np.uint8]
-    errors: list[tuple[SequenceGroup, str]] = field(default_factory=list)
+    errors: list[RowFailure] = field(default_factory=list)
     beams: list[tuple[SequenceGroup, list[BeamHypothesis]]] = field(default_factory=list)
 
 

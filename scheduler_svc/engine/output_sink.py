@@ -26,5 +26,8 @@ class OutputSink(Protocol):
     def put_beams(self, group: SequenceGroup, hypotheses: list[BeamHypothesis]) -> None:
         """The result of a search, best first, with which the group ends."""
 
-    def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
-        """Every output that has not ended ends with `reason`; nothing follows for the group."""
+    def put_end(self, group: SequenceGroup, reason: FinishReason, message: str, is_invalid: bool) -> None:
+        """Every output that has not ended ends with `reason`; nothing follows for the group.
+
+        `is_invalid`: where that is ERROR, the request's own parameters are why, and it would end so again.
+        """

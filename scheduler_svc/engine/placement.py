@@ -110,10 +110,10 @@ class Placement:
                 self._joined.wake(worker)
             sequence.status = SequenceStatus.FINISHED
 
-    def tell_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
+    def tell_end(self, group: SequenceGroup, reason: FinishReason, message: str, is_invalid: bool = False) -> None:
         """Forgets the group everywhere, then tells the sink."""
         self.forget(group, reason)
-        self._sink.put_end(group, reason, message)
+        self._sink.put_end(group, reason, message, is_invalid)
 
     def forget(self, group: SequenceGroup, reason: FinishReason) -> None:
         """A sequence of the group has ended; when it was the last, so has the request."""

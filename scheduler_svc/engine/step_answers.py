@@ -197,9 +197,9 @@ class StepAnswers:
             metrics.begun(group, decoded_ns)
             self._placement.forget(group, hypotheses[0].finish_reason)
             self._sink.put_beams(group, hypotheses)
-        for group, message in tokens.errors:
+        for group, message, is_invalid in tokens.errors:
             ended.pop(group, None)
-            self._placement.tell_end(group, FinishReason.ERROR, message)
+            self._placement.tell_end(group, FinishReason.ERROR, message, is_invalid)
         for group, entry in ended.items():
             self._placement.forget(group, FinishReason(tokens.finish_reasons[entry]))
         answered = AnsweredStep.of(

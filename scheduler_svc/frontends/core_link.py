@@ -251,8 +251,8 @@ class CoreLink:
                 self._mailboxes.ring(partial(take_beams, group, decode_beams(event.beams)))
         elif kind == "end":
             if (group := self._apply(event.end.counters)) is not None:
-                reason = FinishReason(event.end.finish_reason)
-                self._mailboxes.ring(partial(take_end, group, reason, event.end.message))
+                reason, end = FinishReason(event.end.finish_reason), event.end
+                self._mailboxes.ring(partial(take_end, group, reason, end.message, end.is_invalid))
         elif kind == "admitted":
             self._answer(event.admitted.number, None)
         elif kind == "echo":

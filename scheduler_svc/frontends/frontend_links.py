@@ -70,9 +70,9 @@ class FrontendLinks:
         """To the one frontend that has the group."""
         self._soon(_send_beams, group, hypotheses)
 
-    def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
+    def put_end(self, group: SequenceGroup, reason: FinishReason, message: str, is_invalid: bool) -> None:
         """To the one frontend that has the group."""
-        self._soon(_send_end, group, reason, message)
+        self._soon(_send_end, group, reason, message, is_invalid)
 
     def _soon(self, function: Any, *arguments: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to read
@@ -248,7 +248,7 @@ def _send_beams(group: SequenceGroup, hypotheses: AbstractSequence[BeamHypothesi
     remote.link.outbox.put(frontend_pb2.CoreEvent(beams=beams))
 
 
-def _send_end(group: SequenceGroup, reason: FinishReason, message: str) -> None:
+def _send_end(group: SequenceGroup, reason: FinishReason, message: str, is_invalid: bool) -> None:
     remote: RemoteOutput = group.output
-    end = encode_end(remote.number, group, reason, message)
+    end = encode_end(remote.number, group, reason, message, is_invalid)
     remote.link.outbox.put(frontend_pb2.CoreEvent(end=end))

@@ -102,9 +102,12 @@ def decode_beams(beams: frontend_pb2.Beams) -> list[BeamHypothesis]:
     ]
 
 
-def encode_end(number: int, group: SequenceGroup, reason: FinishReason, message: str) -> frontend_pb2.GroupEnd:
+def encode_end(
+    number: int, group: SequenceGroup, reason: FinishReason, message: str, is_invalid: bool
+) -> frontend_pb2.GroupEnd:
     """`message` says what went wrong where `reason` is ERROR."""
-    return frontend_pb2.GroupEnd(finish_reason=reason.value, message=message, counters=encode_counters(number, group))
+    counters = encode_counters(number, group)
+    return frontend_pb2.GroupEnd(finish_reason=reason.value, message=message, counters=counters, is_invalid=is_invalid)
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------

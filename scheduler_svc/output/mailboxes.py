@@ -84,9 +84,9 @@ class Mailboxes:
         """See `OutputSink`."""
         self._soon(self.ring, partial(take_beams, group, hypotheses))
 
-    def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
+    def put_end(self, group: SequenceGroup, reason: FinishReason, message: str, is_invalid: bool) -> None:
         """See `OutputSink`."""
-        self._soon(self.ring, partial(take_end, group, reason, message))
+        self._soon(self.ring, partial(take_end, group, reason, message, is_invalid))
 
     def _soon(self, function: Callable[..., None], *arguments: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to read

@@ -84,11 +84,11 @@ def take_beams(group: SequenceGroup, hypotheses: AbstractSequence[BeamHypothesis
     return [stream]
 
 
-def take_end(group: SequenceGroup, reason: FinishReason, message: str) -> list[RequestStream]:
-    """All outputs of the group that have not ended end with `reason`."""
+def take_end(group: SequenceGroup, reason: FinishReason, message: str, is_invalid: bool = False) -> list[RequestStream]:
+    """All outputs of the group that have not ended end with `reason`; `is_invalid`: see `OutputSink`."""
     stream: RequestStream = group.output
     try:
-        stream.end(reason, message)
+        stream.end(reason, message, is_invalid)
     except Exception as error:
         log.error("output failed", request_id=group.request_id, exception=logging.trace(error))
         stream.fail()
@@ -147,9 +147,9 @@ class OutputProcessor:
         """See `OutputSink`."""
         self._put(partial(take_beams, group, hypotheses))
 
-    def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
+    def put_end(self, group: SequenceGroup, reason: FinishReason, message: str, is_invalid: bool) -> None:
         """See `OutputSink`."""
-        self._put(partial(take_end, group, reason, message))
+        self._put(partial(take_end, group, reason, message, is_invalid))
 
     def run_pending(self) -> None:
         """Makes and delivers what is there, for a caller who has not started the thread."""

@@ -53,6 +53,7 @@ class OutputStream:
         self._has_written_end = False
         self._is_resumed = False
         self._knows_logprobs = params.HasField("logprobs")
+        self._stop_token_ids = params.stop_token_ids
         self._has_stop_strings = stops is not None
         self._detokenizer: Detokenizer | None = None
         if not params.HasField("detokenize") or params.detokenize:
@@ -137,13 +138,17 @@ class OutputStream:
                 break
         self._score = beam.score
 
-    def end(self, reason: FinishReason, message: str = "") -> None:
-        """Ends the output: at its last token, or from outside, aborted or failed with a message."""
+    def end(self, reason: FinishReason, message: str = "", is_invalid: bool = False) -> None:
+        """Ends the output: at its last token, or from outside, aborted or failed with a message.
+
+        `is_invalid`: it failed because of what the request asks for.
+        """
         self.finish_reason = reason
-        if reason is FinishReason.STOP:
+        if reason is FinishReason.STOP and self._token_ids[-1] in self._stop_token_ids:  # not the model's own end
             self._matched_stop = self._token_ids[-1]
         elif reason is FinishReason.ERROR:
-            self._error = pb.OutputError(code="INTERNAL", message=message, retryable=True)
+            code = "INVALID_ARGUMENT" if is_invalid else "INTERNAL"
+            self._error = pb.OutputError(code=code, message=message, retryable=not is_invalid)
         if self._has_stop_strings and self._detokenizer is not None:
             # What was held back as the possible begin of a stop string, or as half a character, is text after all.
             rest = self._detokenizer.finish()

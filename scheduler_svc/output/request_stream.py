@@ -206,11 +206,11 @@ class RequestStream:
                 self._note_end()
         self.end(FinishReason.ERROR, f"the search gave {len(hypotheses)} outputs of {len(self._outputs)}")
 
-    def end(self, reason: FinishReason, message: str) -> None:
-        """Ends every output that has not ended."""
+    def end(self, reason: FinishReason, message: str, is_invalid: bool = False) -> None:
+        """Ends every output that has not ended; `is_invalid`: see `OutputSink`."""
         for output in self._outputs:
             if not output.finish_reason:
-                output.end(reason, message)
+                output.end(reason, message, is_invalid)
                 self._note_end()
 
     def fail(self) -> None:

@@ -153,9 +153,9 @@ class RequestText:
         return rendered
 
     def _bad_words(self, params: pb.SamplingParams) -> list[tuple[int, ...]]:
-        """Each word as it is written at the begin of a text and after a space, where that is one token sequence."""
-        encode = self._model.tokenizer.encode
-        spellings = dict.fromkeys(spelling for word in params.bad_words for spelling in (word, " " + word.lstrip()))
+        """Each word as it is written at the begin of a text and, unless it begins with whitespace, after a space."""
+        encode, words = self._model.tokenizer.encode, params.bad_words
+        spellings = dict.fromkeys([*words, *(" " + word for word in words if not word[0].isspace())])
         encoded = (tuple(encode(spelling, add_special_tokens=False)) for spelling in spellings)
         return list(dict.fromkeys(word for word in encoded if word))
 

@@ -277,13 +277,23 @@ def test_a_response_s_events() -> None:
     assert strictly(Response, found[0]["response"]).output == []
 
 
-@pytest.mark.parametrize(("retryable", "status"), [(True, 503), (False, 500)])
-def test_an_output_that_fails_is_an_error(retryable: bool, status: int) -> None:
-    error = pb.OutputError(code="WORKER_LOST", message="three workers were lost", retryable=retryable)
+@pytest.mark.parametrize(
+    ("code", "retryable", "expected", "of_response"),
+    [
+        ("WORKER_LOST", True, (503, "service_unavailable_error", "worker_lost"), "server_error"),
+        ("WORKER_LOST", False, (500, "server_error", "worker_lost"), "server_error"),
+        ("INVALID_ARGUMENT", False, (400, "invalid_request_error", None), "invalid_prompt"),
+    ],
+)
+def test_an_output_that_fails_is_an_error(
+    code: str, retryable: bool, expected: tuple[int, str, str | None], of_response: str
+) -> None:
+    error = pb.OutputError(code=code, message="it is lost", retryable=retryable)
     response = pb.GenerateResponse(outputs=[delta("", finish=pb.FINISH_REASON_ERROR, error=error)])
     for answer in (ChatAnswer(asked()), CompletionAnswer(asked()), ResponseAnswer(asked(settings=SETTINGS))):
         answer.begin([ADMISSION])
-        with pytest.raises(HttpError, match="three workers") as failed:
+        with pytest.raises(HttpError, match="it is lost") as failed:
             answer.events(0, response)
-        assert (failed.value.status, failed.value.code) == (status, "worker_lost")
-        assert b"three workers were lost" in answer.failed(failed.value)
+        assert (failed.value.status, failed.value.type, failed.value.code) == expected
+        assert b"it is lost" in answer.failed(failed.value)
+    assert f'"code":"{of_response}"'.encode() in answer.failed(failed.value)

@@ -238,8 +238,27 @@ def test_what_a_field_changes(served: Gateway, name: str) -> None:
         assert is_seen(plain, got), (plain, got)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_shows_what_is_left_of_a_prompt_that_is_cut(served: Gateway, stream: bool) -> None:
+    for prompt in ("The sea", list(b"The sea")):
+        for kept, shown in ((3, "sea"), (99, "The sea")):
+            asked = COMPLETION | {"prompt": prompt, "echo": True, "truncate_prompt_tokens": kept, "stream": stream}
+            plain, scored = ask(served, asked), ask(served, asked | {"logprobs": 0})
+            choices = [each["choices"][0] for each in (scored["events"] if stream else [scored])]
+            offsets = [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
+            assert offsets[: len(shown) + 1] == list(range(len(shown) + 1))
+            for answer in (plain, scored):
+                assert (_joined(answer) if stream else text(answer)).startswith(shown)
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED_BY_THE_SCHEDULER))
 def test_what_the_scheduler_does_not_have_is_refused_by_name(served: Gateway, name: str) -> None:
     value = {"guided_json": {"type": "object"}, "guided_json_object": True, "guided_choice": ["a"]}.get(name, "a")
     answer = ask(served, COMPLETION | {name: value})
     assert (answer["http"], answer["error"]["param"]) == (400, name)
+
+
+@pytest.mark.parametrize("body", [COMPLETION, CHAT, RESPONSE], ids=["completion", "chat", "response"])
+def test_parameters_that_forbid_every_token_are_refused_for_good(served: Gateway, body: dict[str, Any]) -> None:
+    answer = ask(served, body | {"ignore_eos": False, "allowed_token_ids": [IM_END], "min_tokens": 1})
+    assert (answer["http"], answer["error"]["type"]) == (400, "invalid_request_error"), answer

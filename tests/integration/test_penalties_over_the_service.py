@@ -61,7 +61,7 @@ def test_bad_words_of_one_and_of_several_tokens(llm: LLM, oracle: GreedyOracle) 
     plain = generate(llm)
     words = [text for tokens in plain if (text := tokenizer.decode(tokens[3:5])).isascii()]
     words += [text for token_id in plain[0][:8] if (text := tokenizer.decode([token_id])).isascii()]
-    spellings = [spelling for word in words for spelling in (word, " " + word.lstrip())]
+    spellings = [*words, *(" " + word for word in words if not word[0].isspace())]
     word_ids = [tokenizer.encode(spelling, add_special_tokens=False) for spelling in dict.fromkeys(spellings)]
     ours = generate(llm, bad_words=words)
     assert ours == [oracle.generate(prompt, MAX_TOKENS, bad_words_ids=word_ids) for prompt in PROMPTS]

@@ -64,7 +64,7 @@ class Loop:
     def put_beams(self, group: SequenceGroup, hypotheses: list[BeamHypothesis]) -> None:
         raise AssertionError("nobody asks for beams here")
 
-    def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
+    def put_end(self, group: SequenceGroup, reason: FinishReason, message: str, is_invalid: bool) -> None:
         assert group.request_id not in self.ends
         self.ends[group.request_id] = reason, message
 

@@ -179,7 +179,7 @@ class Pool:
     def put_beams(self, group: SequenceGroup, hypotheses: list[BeamHypothesis]) -> None:
         self.told[group].hypotheses = hypotheses
 
-    def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
+    def put_end(self, group: SequenceGroup, reason: FinishReason, message: str, is_invalid: bool) -> None:
         assert self.told[group].end is None, "two ends"
         self.told[group].end = reason, message
 

@@ -259,7 +259,7 @@ class Simulation:
             for sequence, token_id in zip(tokens.sequences, tokens.token_ids.tolist(), strict=True):
                 self.outputs[sequence.group].setdefault(sequence.index, []).append(token_id)
             self.hypotheses.update(tokens.beams)
-            self.errors.update(tokens.errors)
+            self.errors.update((failure.group, failure.message) for failure in tokens.errors)
             return tokens
         if result.status == FAILED:
             self.scheduler.roll_back(rows, [skipped for skipped, _ in self.in_flight])

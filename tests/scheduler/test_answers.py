@@ -62,7 +62,7 @@ def test_an_answer_to_each_row_is_taken_and_who_failed_ends(what: str) -> None:
     rows, given = sent(simulation), FITS[what]
     tokens = simulation.scheduler.process_outputs(rows, given)
     assert tokens.token_ids.tolist() == given.token_ids.tolist()
-    assert [group for group, _ in tokens.errors] == [simulation.groups[row] for row in given.errors]
+    assert [failure.group for failure in tokens.errors] == [simulation.groups[row] for row in given.errors]
     assert [group.is_finished for group in simulation.groups] == [row in given.errors for row in range(2)]
     simulation.scheduler.check_integrity()
 

@@ -26,6 +26,7 @@ from scheduler_svc.output.mailboxes import Mailboxes
 from scheduler_svc.requests.frontend import Frontend
 from scheduler_svc.serving import Serving
 from tests.fakes import FakeWorker, say_forever, spell
+from tests.scheduler.simulated_answers import NOTHING_TO_DRAW
 from tests.waiting import until
 
 DEADLINE_S = 20.0
@@ -123,6 +124,18 @@ async def test_a_stop_string_ends_it_in_the_core(tmp_path):
             )  # though its reader is still there
             output = group.output.next_message().outputs[0]
             assert (output.text, output.finish_reason) == ("abc", pb.FINISH_REASON_STOP)
+            ends.leave(group)
+            await ends.check_nothing_is_kept()
+
+
+@pytest.mark.parametrize(("why", "code"), [("not finite", "INTERNAL"), (NOTHING_TO_DRAW, "INVALID_ARGUMENT")])
+async def test_a_row_that_cannot_be_drawn_says_whose_fault_it_is(tmp_path, why, code):
+    with FakeWorker(row_error=lambda _: why) as worker:
+        async with both_ends(tmp_path, worker) as ends:
+            group = await ends.submit()
+            await until(lambda: group.output.is_finished, seconds=DEADLINE_S)
+            error = group.output.next_message().outputs[0].error
+            assert (error.code, error.message) == (code, why)
             ends.leave(group)
             await ends.check_nothing_is_kept()
 

@@ -20,6 +20,7 @@ from scheduler_svc.output.output_processor import Delivery
 from scheduler_svc.serving import Serving
 from tests.fakes import FakeWorker, say_forever, spell
 from tests.scheduler.hashed_tokens import hashed_after
+from tests.scheduler.simulated_answers import NOTHING_TO_DRAW
 from tests.waiting import wait_until
 
 TIMEOUT_S = 60.0
@@ -157,9 +158,10 @@ def test_a_stop_token_id_ends_with_stop_and_is_named():
         assert it.last["one"].timings.queue_ns > 0
 
 
-def test_a_row_that_cannot_be_drawn_ends_its_request_alone():
+@pytest.mark.parametrize(("why", "is_invalid"), [("not finite", False), (NOTHING_TO_DRAW, True)])
+def test_a_row_that_cannot_be_drawn_ends_its_request_alone(why, is_invalid):
     def row_error(history: np.ndarray) -> str | None:
-        return "not finite" if history[0] == ord("b") and len(history) == 8 else None
+        return why if history[0] == ord("b") and len(history) == 8 else None
 
     with FakeWorker(row_error=row_error, delay_s=0.002) as worker, client(worker) as it:
         for request_id, prompt in {"good": "say|", "bad": "bad|", "other": "o|"}.items():
@@ -167,7 +169,9 @@ def test_a_row_that_cannot_be_drawn_ends_its_request_alone():
         it.finish("good", "bad", "other")
         assert it.token_ids["bad"] == hashed_after("bad|", 4)
         assert it.reasons["bad"] == pb.FINISH_REASON_ERROR
-        assert it.last["bad"].outputs[0].error.message == "not finite"
+        code = "INVALID_ARGUMENT" if is_invalid else "INTERNAL"
+        expected = pb.OutputError(code=code, message=why, retryable=not is_invalid)
+        assert it.last["bad"].outputs[0].error == expected, "what its own parameters forbid fails again"
         assert it.token_ids["good"] == hashed_after("say|", 20)
         assert it.token_ids["other"] == hashed_after("o|", 20)
         assert not any(it.serving.engine.abort(request_id) for request_id in it.last), "none of them lives"

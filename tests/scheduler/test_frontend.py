@@ -85,6 +85,12 @@ def test_a_token_that_is_cut_away_needs_no_row(model: ServedModel) -> None:
     assert texts.prepare(given).token_ids == list(b"abc")
 
 
+def test_a_bad_word_is_one_after_a_space_too_unless_it_begins_with_whitespace(model: ServedModel) -> None:
+    words = ["cat", " dog", "\n", "\tx"]
+    group = _prepare(model, {"bad_words": words})
+    assert {bytes(list(word)) for word in group.bad_words} == {b"cat", b" cat", b" dog", b"\n", b"\tx"}
+
+
 @pytest.mark.parametrize(("of_server", "of_model"), [(3, 20), (20, 3)])
 def test_the_lower_limit_of_logprobs_counts(model: ServedModel, of_server: int, of_model: int) -> None:
     model = dataclasses.replace(model, max_logprobs=of_model)

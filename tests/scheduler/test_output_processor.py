@@ -89,7 +89,7 @@ def test_an_end_that_raises_is_an_error(monkeypatch, tokenizer):
     outputs = Outputs(tokenizer)
     bad = outputs.add("bad")
     break_text(monkeypatch, bad)
-    outputs.processor.put_end(bad, FinishReason.ABORT, "")
+    outputs.processor.put_end(bad, FinishReason.ABORT, "", is_invalid=False)
     outputs.processor.run_pending()
     assert [delta.finish_reason for delta in outputs.messages["bad"]] == [FinishReason.ERROR]
 
@@ -124,7 +124,7 @@ def test_tokens_wait_for_one_another_until_there_are_enough_or_one_ends(tokenize
     assert (delta.text, delta.finish_reason) == ("xxxx", FinishReason.LENGTH)
     assert len(times_ns) == 4 and times_ns == sorted(set(times_ns)), "each by when its answer came"
     outputs.put(second)
-    outputs.processor.put_end(second, FinishReason.ABORT, "")
+    outputs.processor.put_end(second, FinishReason.ABORT, "", is_invalid=False)
     wait_until(lambda: "second" in outputs.messages)
     assert outputs.messages["second"][0].text == "xxxxx"
     outputs.processor.stop()

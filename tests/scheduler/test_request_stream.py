@@ -162,11 +162,15 @@ def test_text_that_was_held_back_is_shown_after_an_abort(tokenizer):
     assert (reader.text, reader.reason) == ("one tw\N{REPLACEMENT CHARACTER}", FinishReason.ABORT)
 
 
-def test_a_stop_token_is_named_and_has_no_text(tokenizer):
-    reader = Reader(tokenizer)
-    reader.take([*b"one", IM_END], STOP)
-    assert (reader.text, reader.reason, reader.deltas[-1].matched_stop.token_id) == ("one", STOP, IM_END)
-    assert reader.told == []
+def test_a_stop_token_has_no_text_and_is_named_unless_it_is_only_the_model_s_own_end(tokenizer):
+    for stop_token_ids in ([], [ord("x")], [ord("x"), IM_END]):
+        reader = Reader(tokenizer, stop_token_ids=stop_token_ids)
+        reader.take([*b"one", IM_END], STOP)
+        assert (reader.text, reader.reason, reader.told) == ("one", STOP, [])
+        last = reader.deltas[-1]
+        assert (last.matched_stop.token_id if last.HasField("matched_stop") else None) == (
+            IM_END if IM_END in stop_token_ids else None
+        )
 
 
 def test_logprobs_add_up(tokenizer):
@@ -295,7 +299,7 @@ def test_beams_come_ranked_with_their_scores(tokenizer):
         (0, "one", STOP, -0.5),
         (1, "two", LENGTH, -1.0),
     ]
-    assert reader.deltas[0].matched_stop.token_id == IM_END and not reader.deltas[0].logprobs
+    assert not reader.deltas[0].HasField("matched_stop") and not reader.deltas[0].logprobs
     assert [delta.cumulative_logprob for delta in reader.deltas] == [-2.0, -3.0]
     assert reader.last is not None and reader.last.usage.completion_tokens == 10, "of all hypotheses"
 
@@ -304,6 +308,11 @@ def test_beams_bring_logprobs_and_ranks_to_those_who_asked(tokenizer):
     reader = beams(tokenizer, HYPOTHESES, logprobs=0)
     assert [entry.token.rank for entry in reader.deltas[0].logprobs] == [1, 2, 1, 1]
     assert [delta.cumulative_logprob for delta in reader.deltas] == [-2.0, -3.0]
+
+
+def test_a_stop_token_that_ended_a_beam_is_named(tokenizer):
+    first, second = beams(tokenizer, HYPOTHESES, stop_token_ids=[IM_END]).deltas
+    assert first.matched_stop.token_id == IM_END and not second.HasField("matched_stop")
 
 
 def test_a_stop_string_cuts_a_beam_at_the_end(tokenizer):

@@ -88,6 +88,7 @@ def test_lost_anywhere_the_text_has_no_seam(model: ServedModel, data: st.DataObj
         token_ids[-1] = IM_END
     params: dict[str, Any] = {"stop": data.draw(st.sampled_from([[], ["stop"], ["日x", "sto", "éa"], ["🙂s"]]))}
     params["include_stop_str_in_output"] = data.draw(st.booleans())
+    params["stop_token_ids"] = data.draw(st.sampled_from([[], [IM_END]]))
     params["max_tokens"] = len(token_ids)
     everywhere = set(range(len(token_ids)))
 
@@ -135,16 +136,22 @@ def test_outputs_that_ended_stay_ended_and_the_others_go_on(model: ServedModel) 
 
 
 @pytest.mark.parametrize(
-    ("token_ids", "params", "reason"),
-    [([65, IM_END], {}, STOP), ([65, 66], {"max_tokens": 2}, LENGTH), ([65, 66], {"stop": ["AB"]}, STOP)],
+    ("token_ids", "params", "reason", "matched"),
+    [
+        ([65, IM_END], {}, STOP, pb.MatchedStop()),
+        ([65, IM_END], {"stop_token_ids": [IM_END]}, STOP, pb.MatchedStop(token_id=IM_END)),
+        ([65, 66], {"max_tokens": 2}, LENGTH, pb.MatchedStop()),
+        ([65, 66], {"stop": ["AB"]}, STOP, pb.MatchedStop(text="AB")),
+    ],
 )
 def test_an_end_that_the_client_was_not_told_of_is_told_at_once(
-    model: ServedModel, token_ids: list[int], params: dict[str, Any], reason: FinishReason
+    model: ServedModel, token_ids: list[int], params: dict[str, Any], reason: FinishReason, matched: pb.MatchedStop
 ) -> None:
     group = _prepare(model, [{"index": 0, "token_ids": token_ids}], **params)
     response = group.output.next_message()
     assert group.is_finished
     assert [(d.finish_reason, d.text, list(d.token_ids)) for d in response.outputs] == [(reason, "", [])]
+    assert response.outputs[0].matched_stop == matched
     assert response.usage.completion_tokens == 2
 
 

@@ -295,7 +295,7 @@ class _Nobody:
     def put_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> None:
         """Nobody reads them."""
 
-    def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
+    def put_end(self, group: SequenceGroup, reason: FinishReason, message: str, is_invalid: bool) -> None:
         """Likewise."""
 
     def put_prompt_logprobs(self, group: SequenceGroup, logprobs: worker_pb2.SequenceOutputs) -> None:

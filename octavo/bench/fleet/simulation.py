@@ -282,7 +282,7 @@ class Simulation:
         """Keeps an answer's tokens with the time of their arrival; they are counted after the turn."""
         self._told.append((self._now_ns, tokens))
 
-    def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
+    def put_end(self, group: SequenceGroup, reason: FinishReason, message: str, is_invalid: bool) -> None:
         """Notes when a request ended, and why where that is not its length."""
         group.output.error, group.output.ended_ns = message or reason.name, self._now_ns
         self.run_seen.ended_ns = self._now_ns
