@@ -15,7 +15,7 @@ import yaml
 from octavo.cli import main
 from octavo.client import Client
 from octavo.shared.access.callers import Callers, UnknownCaller
-from octavo.shared.access.keys import ROLES, Keys, KeysFileError, hash_of, new_key, read_keys
+from octavo.shared.access.keys import ROLES, Keys, KeysFileError, hash_of, new_key, read_file, read_keys
 from octavo.shared.watched_files import LOOK_AGAIN_S
 
 
@@ -68,6 +68,10 @@ def test_what_is_no_known_key(metadata: Any, tmp_path: Path) -> None:
         ("keys: [{name: 2026-13-45}]", "is no YAML: month must be"),
         ("[" * 100_000, "more than 8 lists within each other"),
         ("- a", "a list of entries under `keys`"),
+        ("", "a list of entries under `keys`"),
+        ("{}", "a list of entries under `keys`"),
+        ("keys:\ntenants: []", "a list of entries under `keys`"),
+        ("tenants: []\nother: 1", "a list of entries under `keys`"),
         ("keys: []\nother: 1", "a list of entries under `keys`"),
         ("keys: [1]", "a list of entries under `keys`"),
         ("keys: [{name: a, sha256: secret}]", r"keys\[0\]: sha256 is to be 64 hexadecimal digits"),
@@ -276,6 +280,19 @@ def test_the_command_says_what_tenants_may_have_and_keeps_the_rest(
     path.unlink()
     assert run("limit", "shop", "--bytes", "5")[0] == 0, "for those who bring tokens"
     assert yaml.safe_load(path.read_text()) == {"keys": [], "tenants": [{"name": "shop", "bytes": 5}]}
+
+
+@pytest.mark.parametrize("section", ["tenants: [{name: shop, bytes: 5}]", "default: {bytes: 5}"])
+def test_a_file_may_have_limits_alone(section: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "limits.yaml"
+    path.write_text(section)
+    assert read_keys(path) == {} and read_file(path).tenants.of("shop").bytes == 5
+    assert main(["keys", "list", str(path)]) == 0 and "bytes 5" in capsys.readouterr().out
+    assert main(["keys", "remove", str(path), "web"]) == 2 and "has no key 'web'" in capsys.readouterr().err
+    assert main(["keys", "limit", str(path), "shop", "--bytes", "6"]) == 0
+    assert main(["keys", "add", str(path), "web"]) == 0
+    after = read_file(path)
+    assert [caller.name for caller in after.callers.values()] == ["web"] and after.tenants.of("shop").bytes == 6
 
 
 def test_who_shares_prefixes_with_other_tenants_is_known(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
+from octavo.calls.addresses import Servers
 from octavo.shared import ports, rpc
 from protos import inference_pb2, inference_pb2_grpc
 from tests.grpcurl import grpcurl
@@ -212,3 +214,59 @@ async def test_an_answer_of_a_step_may_be_larger_than_any_other_message() -> Non
             assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     finally:
         await server.stop(None)
+
+
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """Where the environment sends calls; nobody answers there."""
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{listener.getsockname()[1]}")
+        yield listener
+
+
+def of_a_client(address: str) -> grpc.aio.Channel:
+    return Servers(address, None, grpc.aio.insecure_channel, grpc.aio.secure_channel).current.channel
+
+
+def of_a_command(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, options=rpc.client_options(address))
+
+
+def to_a_worker(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, options=rpc.WORKER_CHANNEL_OPTIONS)
+
+
+@pytest.mark.parametrize("channel_of", [of_a_client, of_a_command, to_a_worker])
+async def test_no_proxy_gets_what_stays_on_this_machine(
+    channel_of: Callable[[str], grpc.aio.Channel], running: Running, proxy: socket.socket
+) -> None:
+    async with channel_of(running.address) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    with pytest.raises(BlockingIOError):
+        proxy.accept()
+
+
+@pytest.mark.parametrize("channel_of", [of_a_client, of_a_command])
+async def test_a_scheduler_on_another_machine_is_reached_by_the_proxy(
+    channel_of: Callable[[str], grpc.aio.Channel], proxy: socket.socket
+) -> None:
+    loop = asyncio.get_running_loop()
+    async with channel_of("scheduler.invalid:50051") as channel:
+        channel.get_state(try_to_connect=True)
+        connection, _ = await asyncio.wait_for(loop.sock_accept(proxy), 20)
+        with connection:
+            asked = await asyncio.wait_for(loop.sock_recv(connection, 4096), 20)
+    assert asked.startswith(b"CONNECT scheduler.invalid:50051")
+
+
+async def test_a_scheduler_asks_no_proxy_for_its_workers(proxy: socket.socket) -> None:
+    async with to_a_worker("worker.invalid:50061") as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match=r"worker\.invalid"):
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
+    with pytest.raises(BlockingIOError):
+        proxy.accept()

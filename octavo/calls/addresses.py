@@ -10,14 +10,12 @@ from grpc_health.v1 import health_pb2_grpc
 
 from octavo.calls.forks import refuse_in_fork
 from octavo.errors import RequestFailed
-from octavo.shared.ports import is_loopback
-from octavo.shared.rpc import CHANNEL_OPTIONS
+from octavo.shared.rpc import client_options, is_here
 from protos import inference_pb2_grpc as pb_grpc
 
 # A scheduler that comes back is found within about a second; gRPC's own backoff grows to two minutes. The least is also
 # what one attempt to connect may take: a host that is gone answers nothing, and the next address waits.
-_OPTIONS = [
-    *CHANNEL_OPTIONS,
+_RECONNECT_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.min_reconnect_backoff_ms", 3000),
@@ -41,8 +39,7 @@ def split_addresses(addresses: str | Sequence[str]) -> list[str]:
 def check_may_send_key(addresses: str | Sequence[str], *, is_encrypted: bool) -> None:
     """Raises ValueError for a key that would go over a network where everybody reads it."""
     for address in split_addresses(addresses):
-        target = address.removeprefix("dns:///").removeprefix("ipv4:").removeprefix("ipv6:")
-        if not (is_encrypted or target.startswith("unix:") or is_loopback(target.rpartition(":")[0].strip("[]"))):
+        if not (is_encrypted or is_here(address)):
             raise ValueError(
                 f"api_key: {address} is another machine, which it would reach as plain text; TLS (credentials, --tls), "
                 "or plaintext_key where the network is to be trusted"
@@ -74,16 +71,16 @@ class Servers:
     ) -> None:
         """`own_connection`: shared with no other client of this process, as gRPC does by itself."""
         refuse_in_fork()
-        options = [*_OPTIONS, ("grpc.use_local_subchannel_pool", 1)] if own_connection else _OPTIONS
-        self.all = [
-            Server(
-                address,
+        beside = [*_RECONNECT_OPTIONS, ("grpc.use_local_subchannel_pool", int(own_connection))]
+        self.all: list[Server] = []
+        for address in split_addresses(addresses):
+            options = [*client_options(address), *beside]
+            channel = (
                 insecure(address, options=options)
                 if credentials is None
-                else secure(address, credentials, options=options),
+                else secure(address, credentials, options=options)
             )
-            for address in split_addresses(addresses)
-        ]
+            self.all.append(Server(address, channel))
         self._at = 0
 
     def __len__(self) -> int:

@@ -77,13 +77,14 @@ def _over_grpc(arguments: argparse.Namespace) -> tuple[str, str, int]:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    from octavo.shared.rpc import CHANNEL_OPTIONS
+    from octavo.shared.rpc import client_options
 
     credentials = connection.credentials(arguments)
+    options = client_options(arguments.address)
     channel = (
-        grpc.insecure_channel(arguments.address, CHANNEL_OPTIONS)
+        grpc.insecure_channel(arguments.address, options)
         if credentials is None
-        else grpc.secure_channel(arguments.address, credentials, CHANNEL_OPTIONS)
+        else grpc.secure_channel(arguments.address, credentials, options)
     )
     request = health_pb2.HealthCheckRequest(service=arguments.service)
     details = ""

@@ -47,13 +47,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     from octavo.cli import CommandError
     from octavo.dashboard.server_watch import ServerWatch
-    from octavo.shared.rpc import CHANNEL_OPTIONS
+    from octavo.shared.rpc import client_options
 
     credentials, metadata = connection.credentials(arguments), connection.metadata(arguments)
+    options = client_options(arguments.address)
     channel = (
-        grpc.insecure_channel(arguments.address, CHANNEL_OPTIONS)
+        grpc.insecure_channel(arguments.address, options)
         if credentials is None
-        else grpc.secure_channel(arguments.address, credentials, CHANNEL_OPTIONS)
+        else grpc.secure_channel(arguments.address, credentials, options)
     )
     try:
         with channel, ServerWatch(channel, arguments.requests, metadata) as watch:

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from octavo.shared.ports import BindError, check_port_is_free
+from octavo.shared.ports import BindError, check_port_is_free, is_loopback
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # gRPC's own 4 MiB is less than first-time metadata of 256 long prompts
 
@@ -31,6 +31,7 @@ _SHARED_OPTIONS: tuple[tuple[str, int], ...] = (
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     *_SHARED_OPTIONS,
     ("grpc.enable_retries", 0),  # a step or a generation sent twice is not the same as sent once
+    ("grpc.enable_http_proxy", 0),  # `http_proxy` counts for loopback too, and its host would read keys and tokens
 )
 _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *_SHARED_OPTIONS,
@@ -66,6 +67,20 @@ WORKER_SERVER_OPTIONS = tuple(
         "grpc.server_handshake_timeout_ms": 10_000,
     }.items()
 )
+
+
+def is_here(address: str) -> bool:
+    """Whether a target of gRPC is this machine, as far as it says by itself."""
+    target = address.removeprefix("dns:///").removeprefix("ipv4:").removeprefix("ipv6:")
+    return target.startswith("unix:") or is_loopback(target.rpartition(":")[0].strip("[]"))
+
+
+def client_options(address: str) -> tuple[tuple[str, int], ...]:
+    """Of a channel to a scheduler, which on another machine may be behind the proxy of `http_proxy`."""
+    if is_here(address):
+        return CHANNEL_OPTIONS
+    return tuple({**dict(CHANNEL_OPTIONS), "grpc.enable_http_proxy": 1}.items())
+
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -89,9 +89,17 @@ class Admission:
         if is_first_time:
             group.first_scheduled_ns = now_ns
         if is_first_time and self._settings.served is not None and self._policy.counts_tokens:
-            num_cached = len(self._blocks.find(group.sequences[0])) * self._blocks.block_size
-            self._settings.served.charge(group.share, max(0, group.num_prompt_tokens - num_cached))
+            self._settings.served.charge(group.share, self._num_tokens_to_pay(group))
         self._groups.seat(group, self._groups.num_free_slots_for(group))
+
+    def _num_tokens_to_pay(self, group: SequenceGroup) -> int:
+        """Of the prompt, which its sequences share, and of what each brings along behind it: all that is not cached."""
+        num_prompt_tokens, sequences = group.num_prompt_tokens, group.unfinished()
+        num_tokens = max(0, num_prompt_tokens - self._num_cached(sequences[0]))
+        for sequence in sequences:
+            if sequence.num_tokens > num_prompt_tokens:
+                num_tokens += sequence.num_tokens - max(num_prompt_tokens, self._num_cached(sequence))
+        return num_tokens
 
     @names_group
     def can_admit(self, group: SequenceGroup, plan: StepPlan | None = None) -> AllocStatus:
@@ -176,9 +184,12 @@ class Admission:
 
         What was generated may have made a group longer than any step; that one is computed in parts.
         """
-        cached = len(self._blocks.find(sequences[0])) * self._blocks.block_size
-        num_tokens = sum(sequence.num_tokens - sequence.num_computed_tokens for sequence in sequences) - cached
+        num_tokens = sum(sequence.num_tokens - sequence.num_computed_tokens for sequence in sequences)
+        num_tokens -= self._num_cached(sequences[0])
         return num_tokens <= plan.budget.tokens_left or not plan.chunks
+
+    def _num_cached(self, sequence: Sequence) -> int:
+        return len(self._blocks.find(sequence)) * self._blocks.block_size
 
     # ---- more urgent groups -----------------------------------------------------------------------------------------
 

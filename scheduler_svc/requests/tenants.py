@@ -59,13 +59,16 @@ class Tenants:
     def prefixes(self, metadata: Metadata | None, asked: str) -> tuple[str, bool]:
         """The `cache_salt` of a request, and whether its client is not told how many tokens were cached.
 
-        With keys, prefixes are shared within a tenant, or with keys that name the same `prefixes`. Who found another's
-        prompt in the cache would know it from how soon the first token comes, and from that number for certain.
+        Prefixes are shared within a tenant, or with keys that name the same `prefixes`; with all where clients are
+        believed. Who found another's prompt in the cache would know it from how soon the first token comes, and from
+        that number for certain.
         """
-        if self._callers is None:
-            return asked, False
-        caller = self._caller(self._callers, metadata)
-        return f"{caller.prefixes} {asked}", caller.shares_prefixes
+        if self._callers is not None:
+            caller = self._caller(self._callers, metadata)
+            return f"{caller.prefixes} {asked}", caller.shares_prefixes
+        tenant = self.of_call(metadata)
+        # The length: a tenant of metadata may have spaces, which no `prefixes` of a key has.
+        return (asked if tenant is None else f"{len(tenant)} {tenant} {asked}"), False
 
     @staticmethod
     def _caller(callers: Callers, metadata: Metadata | None) -> Caller:

@@ -59,6 +59,12 @@ def said(logs: Path) -> list[str]:
     return [(logs / f"rank-{rank}.log").read_text() for rank in range(2)]
 
 
+def listens_at(process: psutil.Process) -> set[str]:
+    """The addresses of this machine at which others reach it; gRPC writes those of IPv4 as IPv6."""
+    connections = process.net_connections("tcp")
+    return {each.laddr.ip.removeprefix("::ffff:") for each in connections if each.status == psutil.CONN_LISTEN}
+
+
 async def generate(service: Service, max_tokens: int, begun: asyncio.Event | None = None) -> list[int]:
     """Greedily; `begun` is set with the first tokens."""
     token_ids: list[int] = []
@@ -146,7 +152,9 @@ async def test_a_lost_rank_ends_its_worker_and_no_request(
         worker = WorkerProcess([str(folder), split, *SIZES], tmp_path / "ranks.log")
         stack.callback(worker.end)
         worker.wait_until_ready()
-        (rank,) = psutil.Process(worker.pid).children()
+        first = psutil.Process(worker.pid)
+        (rank,) = first.children()
+        assert listens_at(first) | listens_at(rank) == {"127.0.0.1"}, "ranks of one machine meet on loopback"
         later = free_port()
         addresses = [f"--worker=127.0.0.1:{port}" for port in (worker.port, later)]
         service = stack.enter_context(scheduler("--max-workers=2", *addresses))

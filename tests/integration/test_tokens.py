@@ -32,13 +32,18 @@ def bearing(it: str) -> list[tuple[str, str]]:
     return [("authorization", f"Bearer {it}")]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    path = tmp_path_factory.mktemp("jwks") / "jwks.json"
+def options_in(folder: Path) -> list[str]:
+    """Of a scheduler that takes the issuer's tokens."""
+    path = folder / "jwks.json"
     maker = jwt.algorithms.ECAlgorithm(jwt.algorithms.ECAlgorithm.SHA256)
     path.write_text(json.dumps({"keys": [{**maker.to_jwk(KEY.public_key(), as_dict=True), "kid": "k"}]}))
-    options = [f"--jwt-jwks-file={path}", "--jwt-issuer=https://issuer", "--jwt-audience=octavo", "--frontends=2"]
-    with FakeWorker() as worker, scheduler(f"--worker={worker.address}", *options, "--metrics-port=0") as service:
+    return [f"--jwt-jwks-file={path}", "--jwt-issuer=https://issuer", "--jwt-audience=octavo", "--metrics-port=0"]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    options = [*options_in(tmp_path_factory.mktemp("jwks")), "--frontends=2"]
+    with FakeWorker() as worker, scheduler(f"--worker={worker.address}", *options) as service:
         service.wait_until_ready()
         yield service
 
@@ -73,6 +78,23 @@ def test_over_http_too(served: Service) -> None:
         status, said = running.post("/v1/completions", body, authorization=f"Bearer {token(iss='other')}")
         assert status == 401 and said["error"]["code"] == "invalid_api_key"
         assert "its token is of another issuer" in said["error"]["message"]
+
+
+def test_those_who_bring_tokens_have_the_limits_of_a_file_without_keys(tmp_path: Path) -> None:
+    limits = tmp_path / "limits.yaml"
+    limits.write_text("tenants:\n  - name: shop\n    requests_per_minute: 1\n")
+    options = [*options_in(tmp_path), f"--keys-file={limits}"]
+    request = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[1, 2]))
+    request.sampling_params.max_tokens = 1
+    with FakeWorker() as worker, scheduler(f"--worker={worker.address}", *options) as service:
+        service.wait_until_ready()
+        with grpc.insecure_channel(service.address) as channel:
+            generate = inference_pb2_grpc.InferenceStub(channel).Generate
+            list(generate(request, metadata=bearing(token())))
+            with pytest.raises(grpc.RpcError) as raised:
+                list(generate(request, metadata=bearing(token())))
+            assert raised.value.code() is CODE.RESOURCE_EXHAUSTED
+            assert list(generate(request, metadata=bearing(token(sub="another"))))
 
 
 @pytest.mark.parametrize(

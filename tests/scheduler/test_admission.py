@@ -91,6 +91,23 @@ def test_a_tenant_is_charged_for_the_prompt_but_what_is_found_of_it() -> None:
     assert served.level("tenant") == 12, "and for what it was drawn"
 
 
+@pytest.mark.parametrize(
+    ("resumed", "charged", "charged_again"),
+    [([[2] * 6], 9 + 6, 3), ([[2] * 6, [3] * 2], 9 + 6 + 2, 3 + 2), ([[], [2] * 6], 9 + 6, 1 + 3)],
+)
+def test_a_tenant_is_charged_for_the_prompt_once_and_for_what_each_output_brings_along(
+    resumed: list[list[int]], charged: int, charged_again: int
+) -> None:
+    served = ServedTokens()
+    simulation = Simulation(policy="fair", served=served, depth=1, num_slots=2, block_size=BLOCK)
+    for num_tokens in (charged, charged_again):
+        before = served.level("tenant")
+        simulation.add([1] * 9, 10, eos_token_id=None, n=len(resumed), tenant="tenant", resumed=resumed)
+        simulation.send()
+        assert served.level("tenant") - before == num_tokens
+        simulation.run_to_end()
+
+
 @pytest.mark.parametrize("enable_chunked_prefill", [True, False])
 def test_only_where_prompts_are_computed_whole_a_late_sequence_waits_for_a_step_that_takes_it(
     enable_chunked_prefill: bool,

@@ -47,6 +47,17 @@ def test_the_metadata_says_it_and_the_request_may_only_agree() -> None:
         tenants.check(nobody, "a")
 
 
+def test_prefixes_are_shared_within_a_tenant_that_metadata_names() -> None:
+    """Those of the unnamed one, too; and what tenant and request say cannot be shifted from one to the other."""
+    tenants = Tenants("x-tenant")
+    assert tenants.prefixes([("x-tenant", "a")], "mine") == tenants.prefixes([("x-tenant", "a")], "mine")
+    assert tenants.prefixes([("x-tenant", "")], "mine") == tenants.prefixes(None, "mine")
+    texts = ("", "a", "b", "a b", " ", "1 a", "1 a b", "3 a b ")
+    salts = {tenants.prefixes([("x-tenant", name)], asked) for name in texts for asked in texts}
+    assert len(salts) == len(texts) ** 2 and not any(is_hidden for _, is_hidden in salts)
+    assert Tenants().prefixes([("x-tenant", "a")], "mine") == ("mine", False)
+
+
 @pytest.mark.parametrize(
     ("metadata", "says"),
     [
@@ -162,3 +173,19 @@ async def test_a_proxys_word_counts_whichever_process_is_asked_and_however_large
             assert sorted(request.tenant for request in listed) == ["", "b"]
             for call in calls.values():
                 call.cancel()
+
+
+@pytest.mark.parametrize("frontends", [1, 2])
+def test_a_tenant_that_a_proxy_names_finds_no_prompt_of_another(frontends: int) -> None:
+    flags = ("--tenant-metadata=x-tenant", f"--frontends={frontends}")
+    request = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=range(1, 65)))
+    request.sampling_params.max_tokens = 2
+    with FakeWorker() as worker, scheduler(f"--worker={worker.address}", *flags) as service:
+        service.wait_until_ready()
+        with grpc.insecure_channel(service.address) as channel:
+            generate = inference_pb2_grpc.InferenceStub(channel).Generate
+            cached = [
+                list(generate(request, metadata=[("x-tenant", tenant)] if tenant else []))[-1].usage.cached_tokens > 0
+                for tenant in ("a", "b", "", "a", "b", "")
+            ]
+    assert cached == [False] * 3 + [True] * 3

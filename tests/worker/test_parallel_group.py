@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from contextlib import closing
 from datetime import timedelta
 from multiprocessing.resource_sharer import DupFd
 from unittest.mock import MagicMock
 
+import psutil
 import pytest
+import torch
 
 from protos import ranks_pb2
 from tests import forkserver
@@ -18,7 +21,7 @@ from worker_svc.config import WorkerConfig
 from worker_svc.errors import GroupError, StartupError
 from worker_svc.parallel import step_channel
 from worker_svc.parallel import watch as watch_module
-from worker_svc.parallel.group import ParallelGroup
+from worker_svc.parallel.group import ParallelGroup, _store, meet
 from worker_svc.parallel.membership import Membership, membership_of
 from worker_svc.parallel.step_channel import SharedMemoryChannel
 from worker_svc.parallel.watch import BEAT_S, SILENCE_S, STARTING_SILENCE_S, Watch, count_key
@@ -48,6 +51,34 @@ def test_variables_that_contradict_themselves_are_refused(changed: dict[str, str
     given = {name: value for name, value in variables.items() if value is not None}
     with pytest.raises(StartupError, match=complaint):
         membership_of(4, given)
+
+
+@pytest.mark.parametrize(
+    ("address", "family"), [("127.0.0.1", socket.AF_INET), ("localhost", socket.AF_INET), ("::1", socket.AF_INET6)]
+)
+def test_ranks_of_one_machine_meet_where_no_other_machine_reaches_them(
+    address: str, family: socket.AddressFamily
+) -> None:
+    try:
+        with socket.create_server((address, 0), family=family) as free:
+            host, port = free.getsockname()[:2]
+    except OSError:
+        pytest.skip(f"{address} is no address of this machine")
+    member = Membership(0, 2, local_rank=0, local_size=2, address=address, port=port)
+    store = _store(member, is_master=True)
+    _store(member, is_master=False).set("key", "value")
+    assert store.get("key") == b"value"
+    places = [each.laddr for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    assert [place.ip for place in places if place.port == port] == [host]
+
+
+def test_ranks_whose_meeting_place_is_taken_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # which `meet` would leave behind
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        member = Membership(0, 2, local_rank=0, local_size=2, address="127.0.0.1", port=taken.getsockname()[1])
+        complaint = f"^rank 0 of 2 has not met the others at 127.0.0.1:{member.port}: .*ddress already in use"
+        with pytest.raises(StartupError, match=complaint):
+            meet(member, torch.device("cpu"), is_ordered=False)
 
 
 def test_every_reader_gets_every_message_whole_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

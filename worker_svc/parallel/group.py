@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from google.protobuf.message import Message
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from octavo.shared.ports import is_loopback
 from protos import ranks_pb2
 from worker_svc.errors import GroupError, StartupError
 from worker_svc.parallel.layout import Layout
@@ -176,7 +178,7 @@ def meet(
         ranks, stages = _ranks(member.rank, layout, is_ordered=is_ordered), _stages(member.rank, layout)
         answers = _answers(member.rank, layout) if num_stages > 1 else None
         watch = Watch(_store(member, is_master=False), member.rank, member.size, end_process or end_group)
-    except (RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         why = " ".join(str(error).split())[:200]
         raise StartupError(f"rank {member.rank} of {member.size} has not met the others at {where}: {why}") from None
     watch.start()
@@ -219,8 +221,22 @@ def end_group(why: str) -> None:
 
 def _store(member: Membership, *, is_master: bool) -> TCPStore:
     """A connection to where the ranks meet; the master has it in this process."""
-    timeout = timedelta(seconds=MEETING_S)
-    return TCPStore(member.address, member.port, None, is_master, timeout=timeout, wait_for_workers=False)
+    return TCPStore(
+        member.address,
+        member.port,
+        None,
+        is_master,
+        timeout=timedelta(seconds=MEETING_S),
+        wait_for_workers=False,
+        master_listen_fd=_listener(member) if is_master and is_loopback(member.address) else None,
+    )
+
+
+def _listener(member: Membership) -> int:
+    """The descriptor of a socket that this machine alone reaches, for a store to own: by itself one listens on every
+    interface, whatever its address, and lets in whoever comes. Raises OSError."""
+    family = socket.AF_INET6 if ":" in member.address else socket.AF_INET
+    return socket.create_server((member.address, member.port), family=family).detach()
 
 
 def _octavo_version() -> str:

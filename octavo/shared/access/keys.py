@@ -6,7 +6,7 @@
         tenant: shop
         roles: [inference]   # of ROLES; this one where none is given
         prefixes: common     # shares cached prefixes with keys that say the same (default: the tenant)
-    tenants: [...]           # and default: what tenants may have (`tenant_limits.py`)
+    tenants: [...]           # and default: what tenants may have (`tenant_limits.py`); these may be there without keys
 
 Keys are drawn at random (`new_key`), so one hash without salt is enough: nobody tries 2^256 of them. What was read last
 stays in force while the file cannot be read.
@@ -195,11 +195,13 @@ def read_sections(path: Path) -> dict[str, Any]:
         raise KeysFileError(f"{path}: {getattr(error, 'strerror', None) or 'it is no text in UTF-8'}") from None
     except (yaml.YAMLError, ValueError) as error:  # also a date that is none
         raise KeysFileError(f"{path} is no YAML: {' '.join(str(error).split())[:200]}") from None
-    entries = data.get("keys") if isinstance(data, dict) and set(data) <= set(_SECTIONS) else None
+    is_known = isinstance(data, dict) and data and set(data) <= set(_SECTIONS)
+    sections = {"keys": [], **data} if is_known else {}
+    entries = sections.get("keys")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        accepted = "a list of entries under `keys` is accepted, beside it `tenants` and `default`"
+        accepted = "a list of entries under `keys` is accepted, beside it or alone `tenants` and `default`"
         raise KeysFileError(f"{path}: {accepted}, and nothing else")
-    return dict(data)
+    return sections
 
 
 def _check_depth(text: str) -> None:

@@ -1,10 +1,10 @@
 """How much service each tenant has had: the counters that fair turns are taken by.
 
 The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). Who serves a tenant
-charges it: the prompt tokens to compute (cache hits are free) when its group is admitted, so that the next admission of
-the same step sees them, and generated tokens as they come. Tokens computed once more after a preemption or a lost
-worker are not the tenant's to pay. Counters only rise; two tenants that both keep groups waiting stay within what one
-admission and the running groups amount to, whatever a third one does.
+charges it: the tokens of prompts and of resumed outputs that are to be computed (cache hits are free) when its group is
+admitted, so that the next admission of the same step sees them, and generated tokens as they come. Tokens computed once
+more after a preemption or a lost worker are not the tenant's to pay. Counters only rise; two tenants that both keep
+groups waiting stay within what one admission and the running groups amount to, whatever a third one does.
 
 Tenants are forgotten, and forgetting must save none of them anything: who is not remembered stands at the floor, which
 is at least where each of them stood. The floor follows the least served of those that wait; where too many stand above
