@@ -34,7 +34,8 @@ class Reader:
     def begins_anew_elsewhere(self) -> None:
         pass
 
-    def end(self, reason: FinishReason, message: str) -> None:
+    def end(self, reason: FinishReason, message: str, is_invalid: bool) -> None:
+        assert not is_invalid, "another attempt may do better"
         self.ends.put_nowait((reason, message))
 
 
