@@ -6,6 +6,7 @@ import dataclasses
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from worker_svc.config import WorkerConfig
 
 STOP_TIMEOUT_S = 5.0
+_POLL_S = 0.001
 
 
 class WorkerProcess:
@@ -37,7 +39,7 @@ class WorkerProcess:
         self._thread = threading.Thread(target=self._run, name="worker-process", daemon=True)
         self._thread.start()
         try:
-            self._started.wait()
+            self._wait_until_started()
         except BaseException:
             self.stop()
             raise
@@ -60,7 +62,7 @@ class WorkerProcess:
 
     def stop(self) -> None:
         """Ends the process, by force after STOP_TIMEOUT_S; does nothing to one that has ended."""
-        self._started.wait()
+        self._wait_until_started()
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             try:
@@ -68,6 +70,11 @@ class WorkerProcess:
             except subprocess.TimeoutExpired:
                 self._process.kill()
         self._thread.join()
+
+    def _wait_until_started(self) -> None:
+        # Not `Event.wait`: Ctrl-C may come while that has the event's lock, which nobody would ever have again.
+        while not self._started.is_set():
+            time.sleep(_POLL_S)
 
     def _open(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
