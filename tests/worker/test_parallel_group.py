@@ -63,7 +63,9 @@ def test_ranks_of_one_machine_meet_where_no_other_machine_reaches_them(
         with socket.create_server((address, 0), family=family) as free:
             host, port = free.getsockname()[:2]
     except OSError:
-        pytest.skip(f"{address} is no address of this machine")
+        if family is not socket.AF_INET6:
+            raise
+        pytest.skip("this machine has no IPv6")
     member = Membership(0, 2, local_rank=0, local_size=2, address=address, port=port)
     store = _store(member, is_master=True)
     _store(member, is_master=False).set("key", "value")
