@@ -64,6 +64,11 @@ class RequestFailed(OctavoError):
         """Nobody took the call: no server is there, or one stops, whose gRPC says CANCELLED to what comes just then."""
         return self.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
+    @property
+    def is_too_large(self) -> bool:
+        """A message was larger than its receiver takes, which gRPC itself says in these words: no attempt will pass."""
+        return self.code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in self.message
+
     @classmethod
     def from_rpc_error(cls, error: grpc.RpcError) -> RequestFailed:
         """Reads status and details of what `grpc` or `grpc.aio` raised."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import grpc
 
 from octavo.errors import RequestFailed
+from octavo.shared.backoff import backoff_s
 
 log = logging.getLogger("octavo.client")
 
@@ -78,7 +79,7 @@ class RetryPolicy:
 
     def bound_s(self, rounds: int) -> float:
         """The longest pause after so many failures of every address."""
-        return min(self.first_delay_s * 2.0 ** min(rounds - 1, 32), self.max_delay_s)
+        return backoff_s(self.first_delay_s, rounds, self.max_delay_s)
 
 
 class Outages:
@@ -112,7 +113,8 @@ class Outages:
         """
         if self._first is not None and failure.code is grpc.StatusCode.UNIMPLEMENTED:
             raise self._first  # a server that does not know how to resume: the error to report is the loss before it
-        if not failure.is_unanswered and not (self._was_admitted and failure.code in _LOST):
+        is_lost = self._was_admitted and failure.code in _LOST and not failure.is_too_large
+        if not failure.is_unanswered and not is_lost:
             raise failure
         policy, is_first = self._policy, self._num_failures == 0
         self._num_failures += 1

@@ -22,7 +22,7 @@ from octavo.shared import log as logging
 from octavo.shared.command_line import Parser
 from octavo.shared.options import add_arguments, from_namespace
 from octavo.shared.ports import BindError
-from octavo.shared.rpc import CHANNEL_OPTIONS
+from octavo.shared.rpc import LINK_CHANNEL_OPTIONS
 from protos import frontend_pb2
 from protos import inference_pb2 as pb
 from scheduler_svc.api.authority import Authority
@@ -72,7 +72,7 @@ def main() -> int:
 async def serve(core_address: str, config: SchedulerConfig, number: int = 0) -> None:
     """Serves until the core closes the link. Raises AioRpcError where it breaks."""
     mailboxes = Mailboxes(asyncio.get_running_loop(), config.stream_interval_ms / 1e3)
-    async with grpc.aio.insecure_channel(core_address, options=CHANNEL_OPTIONS) as channel:
+    async with grpc.aio.insecure_channel(core_address, options=LINK_CHANNEL_OPTIONS) as channel:
         link = _link(channel, mailboxes, config)
         frontend = Frontend(
             lambda: link.models,

@@ -24,3 +24,4 @@ def test_pauses_double_up_to_the_longest_and_a_good_life_starts_them_anew(monkey
     assert [live(1.0) for _ in range(5)] == [0.25, 0.5, 1.0, 1.5, 1.5] and restarts.count == 5
     assert live(30.0) == 1.5, "not good yet"
     assert live(30.1) == 0.25 and restarts.count == 1
+    assert {live(0.0) for _ in range(1100)} == {0.5, 1.0, 1.5}, "2.0 ** 1024 is more than a float holds"

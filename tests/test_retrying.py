@@ -49,6 +49,16 @@ def test_outages_add_up_until_tokens_come() -> None:
         outages.progressed()
 
 
+def test_a_resume_that_no_scheduler_takes_is_not_tried_again() -> None:
+    outages = Outages(QUIET, "r")
+    outages.admitted(0.0)
+    outages.delay_s(GONE, 1.0)
+    full = RequestFailed(grpc.StatusCode.RESOURCE_EXHAUSTED, "64 requests wait")
+    assert outages.delay_s(full, 2.0) >= 0
+    with pytest.raises(RequestFailed, match="larger than max"):
+        outages.delay_s(RequestFailed(full.code, "CLIENT: Received message larger than max (1048577 vs. 1048576)"), 3.0)
+
+
 def test_a_request_that_is_lost_wherever_it_goes_ends() -> None:
     outages, num_admitted = Outages(QUIET, "r"), 0
     with pytest.raises(RequestFailed, match="9 schedulers were lost"):

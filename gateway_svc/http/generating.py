@@ -34,8 +34,6 @@ from protos import inference_pb2 as pb
 log = structlog.get_logger()
 
 REQUEST_ID = "x-request-id"
-_ENDING = HttpError(503, "the gateway is shutting down", type=errors.UNAVAILABLE, code="unavailable")
-_FAULT = HttpError(500, "the gateway failed over this request; its log says why", type=errors.SERVER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,7 @@ class _Call:
                 await self._for_each_prompt(gather)
                 await self._learn_prompts([found.prompt_token_ids for found in gathered])
         except asyncio.CancelledError:
-            raise _ENDING from None
+            raise _ending() from None
         self._service.metrics.begun(self._told, self._path)
         self._told.status = 200
         self._told.output_tokens = sum(found.usage.completion_tokens for found in gathered)
@@ -124,7 +122,7 @@ class _Call:
                 await self._for_each_prompt(lambda prompt: self._follow(prompt, stream))
             last = self._answer.end()
         except (HttpError, asyncio.CancelledError) as failure:
-            error = failure if isinstance(failure, HttpError) else _ENDING
+            error = failure if isinstance(failure, HttpError) else _ending()
             if not stream.is_begun:
                 raise error from None
             self._told.status = error.status
@@ -207,4 +205,8 @@ class _Call:
         if isinstance(failure, RequestFailed):
             return http_error(failure, self._asked.names)
         log.error("request failed", request_id=self._asked.id, exception=logging.trace(failure))
-        return _FAULT
+        return HttpError(500, "the gateway failed over this request; its log says why", type=errors.SERVER)
+
+
+def _ending() -> HttpError:
+    return HttpError(503, "the gateway is shutting down", type=errors.UNAVAILABLE, code="unavailable")

@@ -49,10 +49,10 @@ _OF_REQUEST = ("model", "adapter", "priority", "request_id", "cache_salt")
 def http_error(failure: RequestFailed, names: Mapping[str, str]) -> HttpError:
     """`names`: fields of the scheduler's messages to those of the body, where they differ."""
     meaning = _MEANINGS.get(failure.code, _OTHERWISE)
-    if failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in failure.message:
-        meaning = _Meaning(413, errors.INVALID, "request_too_large")  # gRPC's own words for one message
+    if failure.is_too_large:
+        meaning = _Meaning(413, errors.INVALID, "request_too_large")
     if failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED and "metadata size exceeds" in failure.message:
-        meaning = _Meaning(431, errors.INVALID, "request_too_large")  # likewise, of a key that is none
+        meaning = _Meaning(431, errors.INVALID, "request_too_large")  # gRPC's own words, of a key that is none
     param = _param(failure, names)
     code = "context_length_exceeded" if failure.reason == TOO_LONG else meaning.code
     headers = (*_retry_headers(failure), *_limit_headers(failure)) if meaning.retries else ()

@@ -67,6 +67,10 @@ WORKER_SERVER_OPTIONS = tuple(
         "grpc.server_handshake_timeout_ms": 10_000,
     }.items()
 )
+# Between a core and its frontends, both ways: of one step's answer, all may be one frontend's.
+_LINKED = {"grpc.max_send_message_length": MAX_ANSWER_BYTES, "grpc.max_receive_message_length": MAX_ANSWER_BYTES}
+LINK_CHANNEL_OPTIONS = tuple({**dict(CHANNEL_OPTIONS), **_LINKED}.items())
+LINK_SERVER_OPTIONS = tuple({**dict(SERVER_OPTIONS), **_LINKED}.items())
 
 
 def is_here(address: str) -> bool:

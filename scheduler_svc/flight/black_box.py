@@ -40,7 +40,7 @@ class BlackBox:
     def __init__(self, folder: Path, header: Line) -> None:
         self._folder = folder
         self._header = header
-        self._waiting: queue.SimpleQueue[Recording | threading.Event] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Recording | threading.Event | None] = queue.SimpleQueue()
         self._known: dict[tuple[str, str], float] = {}
         self._is_closed = False
         self._thread: threading.Thread | None = None
@@ -67,6 +67,8 @@ class BlackBox:
         """What happens from now on, as a service ends, is no fault; what was taken is written, if that is soon."""
         self._is_closed = True
         self.wait()
+        self._waiting.put(None)  # ends the thread
+        self._thread = None
 
     def wait(self, timeout_s: float = 10.0) -> bool:
         """Until all that was taken is written; False after a timeout."""
@@ -77,8 +79,7 @@ class BlackBox:
         return is_done.wait(timeout_s)
 
     def _run(self) -> None:
-        while True:
-            taken = self._waiting.get()
+        while (taken := self._waiting.get()) is not None:
             if isinstance(taken, threading.Event):
                 taken.set()
                 continue

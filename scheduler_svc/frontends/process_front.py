@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import shutil
 import socket
 import sys
 import tempfile
@@ -16,7 +15,7 @@ import grpc
 
 from octavo.shared.options import to_arguments
 from octavo.shared.ports import reserve_port
-from octavo.shared.rpc import SERVER_OPTIONS
+from octavo.shared.rpc import LINK_SERVER_OPTIONS
 from protos import frontend_pb2_grpc
 from scheduler_svc.api import control_service
 from scheduler_svc.api.control_server import ControlServer, serve_control
@@ -42,9 +41,9 @@ class ProcessFront:
     def __init__(self, config: SchedulerConfig) -> None:
         self.outputs = self._links = FrontendLinks(asyncio.get_running_loop())
         self._config = config
-        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(RequestGuard(),))
+        self._server = grpc.aio.server(options=LINK_SERVER_OPTIONS, interceptors=(RequestGuard(),))
         self._reserved: socket.socket  # keeps the port while no frontend listens
-        self._folder: Path
+        self._files: tempfile.TemporaryDirectory[str]
         self._state: ToldState
         self._engine: Engine
         self._processes: KeptProcesses
@@ -55,9 +54,10 @@ class ProcessFront:
         config = self._config
         self._engine = serving.engine
         self._reserved, port = reserve_port(config.host, config.port)
-        self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))
-        self._state = ToldState(self._links, self._folder)
-        address = f"unix:{self._folder}/core"
+        self._files = tempfile.TemporaryDirectory(prefix="octavo-", ignore_cleanup_errors=True)
+        folder = Path(self._files.name)
+        self._state = ToldState(self._links, folder)
+        address = f"unix:{folder}/core"
         frontend_pb2_grpc.add_CoreServicer_to_server(CoreService(serving, self._links), self._server)
         add_control = partial(control_service.add_to_server, ControlService(serving, config, drain))
         add_control(self._server)
@@ -97,4 +97,4 @@ class ProcessFront:
             await self._control.close()
         await self._server.stop(GRACE_S)
         self._reserved.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._files.cleanup()

@@ -49,6 +49,7 @@ class AdapterGate:
         self._loaded = loaded
         self._waiting = {}
         self._num_due = 0
+        self._passed_over = {name: times for name, times in self._passed_over.items() if name in loaded}
 
     def admits(self, adapter: str) -> bool:
         """Whether the next group in service order may join, as far as its adapter ("" for none) goes."""

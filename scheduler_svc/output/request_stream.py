@@ -7,7 +7,6 @@ own counters, and nothing of sockets.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as AbstractSequence
@@ -30,6 +29,7 @@ from scheduler_svc.text.tokenizer import Tokenizer
 log = structlog.get_logger()
 
 MAX_ENTRIES_A_MESSAGE = 16_384  # tokens and alternatives: some 300 kB, where plain clients take 4 MiB
+MAX_ENTRIES_AT_ONCE = 1 << 20  # of those who do not stream: 20 to 30 MB, where a server sends 64 MiB
 
 
 class RequestStream:
@@ -75,7 +75,8 @@ class RequestStream:
         self._is_ranked = group.best_of > group.num_outputs and not group.uses_beam_search
         self._is_gathered = not streams or self._is_ranked or group.uses_beam_search
         num_entries = 1 + (params.logprobs if params.logprobs >= 0 else tokenizer.vocab_size)
-        self._max_tokens_a_message = max(1, MAX_ENTRIES_A_MESSAGE // num_entries) if streams else sys.maxsize
+        max_entries = MAX_ENTRIES_A_MESSAGE if streams else MAX_ENTRIES_AT_ONCE
+        self._max_tokens_a_message = max(1, max_entries // num_entries)
         self.reads_logprobs = group.wants_logprobs
         num_outputs = group.num_outputs if group.uses_beam_search else group.best_of
         stops = StopAutomaton(params.stop) if params.stop else None
@@ -227,7 +228,7 @@ class RequestStream:
     def next_message(self) -> pb.GenerateResponse | None:
         """What is new, as one message, up to a size that any client takes; None when nothing is, or after the last one.
 
-        Without streaming there is one message, however large.
+        Without streaming there is one message, and more only where one would be larger than a server sends.
         """
         if not self.is_ready:
             return None

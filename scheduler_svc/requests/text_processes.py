@@ -119,7 +119,7 @@ class TextProcesses:
 
     def _check_open(self) -> None:
         if self._closed_by is not None:
-            raise self._closed_by
+            raise self._closed_by.with_traceback(None)  # one refusal for all: it would gather the frames of each
 
     def _queue_of(self, job: _Job) -> deque[_Job]:
         return self._small if len(job.data) <= SMALL_BYTES else self._large

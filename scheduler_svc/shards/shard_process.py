@@ -13,7 +13,6 @@ import shutil
 import signal
 import sys
 import time
-from pathlib import Path
 
 import grpc
 import structlog
@@ -36,6 +35,7 @@ from scheduler_svc.frontends.told_state import ToldState
 from scheduler_svc.serving import SWITCH_INTERVAL_S, Serving
 from scheduler_svc.shards.shard_reporter import ShardReporter
 from scheduler_svc.shards.shard_service import ShardService, request_numbers
+from scheduler_svc.shards.shards import tokenizer_folder
 from scheduler_svc.vital_parts import ServiceBroken
 
 log = structlog.get_logger()
@@ -81,7 +81,7 @@ async def serve(socket: str, index: int, config: SchedulerConfig) -> None:
     await server.start()
     serving.start()
     vital = serving.vital
-    folder = Path(f"{socket.removeprefix('unix:')}.tokenizers")
+    folder = tokenizer_folder(socket)
     tasks = [
         vital.task("readiness", follow_readiness(serving, ToldState(links, folder)), shard.ended.is_set),
         vital.task("reports", ShardReporter(serving.engine, links).run(), shard.ended.is_set),

@@ -152,6 +152,7 @@ class ShardedCore:
         except RequestRefused as refusal:
             self.refused(refusal)
             self._used.pop(group, None)
+            self._aborted.discard(group)  # who aborted it meanwhile has what it wanted
             self._front.refuse(self._ids.pop(group))
             raise
         except BaseException:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import shutil
 import socket
 import sys
 import tempfile
@@ -84,7 +83,8 @@ class Parent:
         self.front = FrontService(config.tenants())
         self._config = config
         self._state = shards_pb2.FrontState()
-        self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))
+        self._files = tempfile.TemporaryDirectory(prefix="octavo-", ignore_cleanup_errors=True)
+        self._folder = Path(self._files.name)
         self._shards = Shards(config, self._folder, self.vital, self._on_change)
         self._server = grpc.aio.server(options=WORKER_SERVER_OPTIONS, interceptors=(RequestGuard(),))
         self._frontends: KeptProcesses | None = None
@@ -135,7 +135,7 @@ class Parent:
         await self._server.stop(GRACE_S)
         if self._reserved is not None:
             self._reserved.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._files.cleanup()
 
     async def read_metrics(self) -> Texts:
         """What each shard tells, by its index and life, and this process; those that do not answer are left out."""

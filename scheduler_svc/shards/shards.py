@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -50,6 +51,11 @@ class LiveShard:
         self.shard = shards_pb2_grpc.ShardStub(self.channel)
         self.control = inference_pb2_grpc.ControlStub(self.channel)
         self.told: list[str] | None = None  # addresses of its workers
+
+
+def tokenizer_folder(socket: str) -> Path:
+    """Where a shard at this address writes tokenizer files for frontends. It removes them, if it ends in peace."""
+    return Path(f"{socket.removeprefix('unix:')}.tokenizers")
 
 
 class Shards:
@@ -107,6 +113,8 @@ class Shards:
 
     def _command(self, index: int) -> list[str]:
         self._num_started += 1
+        if index in self._sockets:  # of a life that is over, perhaps by force
+            shutil.rmtree(tokenizer_folder(self._sockets[index]), ignore_errors=True)
         socket = self._sockets[index] = f"unix:{self._folder}/shard-{index}.{self._num_started}"
         if (former := self._followers.get(index)) is not None:
             former.cancel()

@@ -17,6 +17,7 @@ import grpc
 import structlog
 
 from octavo.shared.access.tls import TlsError
+from octavo.shared.backoff import backoff_s
 from octavo.shared.rpc import WORKER_CHANNEL_OPTIONS
 from protos import SCHEMA_REVISION, inference_pb2, worker_pb2, worker_pb2_grpc
 from scheduler_svc.leases.worker_claims import (
@@ -298,7 +299,7 @@ class WorkerClient:
                 self._now(inference_pb2.WORKER_HEALTH_LOST, str(error))
                 retry_s = LEASED_RETRY_S
             if self._num_distrusted:
-                retry_s = min(LEASED_RETRY_S * 2.0 ** (self._num_distrusted - 1), MAX_DISTRUSTED_RETRY_S)
+                retry_s = backoff_s(LEASED_RETRY_S, self._num_distrusted, MAX_DISTRUSTED_RETRY_S)
             self._closed.wait(retry_s)
 
     def _serve(self, channel: grpc.Channel) -> None:

@@ -8,6 +8,7 @@ import gzip
 import itertools
 import json
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -338,7 +339,10 @@ def test_a_fault_is_written_once_and_read_again(tmp_path: Path, monkeypatch: pyt
     assert [file.name.split("-", 4)[-1] for file in files] == ["step-failed.jsonl.gz", "worker-lost.jsonl.gz"]
     assert record_file.read(files[1]).header["fault"] == {"kind": "worker lost", "where": "no message for 0.5 s"}
     assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+    (writer,) = (thread for thread in threading.enumerate() if thread is box._thread)
     box.close()
+    writer.join(timeout=10)
+    assert not writer.is_alive()
     box.take(recording_of("an event failed"))
     assert box.wait() and len(list((tmp_path / "deep" / "folder").iterdir())) == 2, "a service that ends has no faults"
 

@@ -200,13 +200,16 @@ def test_a_failure_ends_the_output_without_a_look_at_its_text(tokenizer):
     assert reader.deltas[-1].error.code == "INTERNAL"
 
 
+@pytest.mark.parametrize(
+    ("streams", "bound"), [(True, "MAX_ENTRIES_A_MESSAGE"), (False, "MAX_ENTRIES_AT_ONCE")], ids=["streams", "waits"]
+)
 @pytest.mark.parametrize("stop", [[], ["\N{REPLACEMENT CHARACTER}x"]], ids=["plain", "held back for a stop string"])
-def test_a_reader_far_behind_finds_messages_that_are_no_larger_than_clients_take(tokenizer, monkeypatch, stop):
-    monkeypatch.setattr(request_stream, "MAX_ENTRIES_A_MESSAGE", 12)
+def test_a_reader_far_behind_finds_messages_of_a_bounded_size(tokenizer, monkeypatch, stop, streams, bound):
+    """Also one that wants all in one piece: what is larger than a server sends would be lost."""
+    monkeypatch.setattr(request_stream, bound, 12)
     tokens = "naïve 漢字 👍🏽 fin".encode()[:-1] + b"\xe6"
-    prompt, behind = (
-        Reader(tokenizer, is_behind=is_behind, num_outputs=2, n=2, logprobs=2, stop=stop) for is_behind in (False, True)
-    )
+    options = {"num_outputs": 2, "n": 2, "logprobs": 2, "stop": stop}
+    prompt, behind = Reader(tokenizer, **options), Reader(tokenizer, streams, is_behind=True, **options)
     for reader in (prompt, behind):
         for index in (0, 1):
             reader.take(list(tokens), LENGTH, logprob=-0.5, index=index)

@@ -102,6 +102,30 @@ async def test_a_request_that_is_aborted_on_its_way_ends_there(monkeypatch: pyte
         assert not (core._moves or core._homes or core._ids or core._aborted)
 
 
+async def test_a_request_that_is_aborted_while_the_last_shard_refuses_it_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = SequenceGroup("r", [1], pb.SamplingParams(), max_num_tokens=9, arrival_ns=0, output=Reader())
+    refused = list[int]()
+
+    async def claim(_: SequenceGroup) -> int:
+        return 7
+
+    async def refuse(_: SequenceGroup) -> None:
+        assert core._abort_here(group)
+        raise QueueFull("full", retry_after_s=1.0)
+
+    async with grpc.aio.insecure_channel("unix:/nowhere") as channel:
+        mailboxes = Mailboxes(asyncio.get_running_loop())
+        core = ShardedCore(channel, mailboxes, num_shards=1, wait_timeout_s=20.0, max_losses=3)
+        monkeypatch.setattr(core._front, "claim", claim)
+        monkeypatch.setattr(core._front, "refuse", refused.append)
+        monkeypatch.setattr(core, "_submit_anywhere", refuse)
+        with pytest.raises(QueueFull):
+            await core.submit(group, replaces=False)
+        assert refused == [7] and not (core._ids or core._aborted)
+
+
 async def test_an_id_that_the_parent_gave_and_the_shard_has_yet_to_free_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

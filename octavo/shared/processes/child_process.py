@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
+from octavo.shared.backoff import backoff_s
 from octavo.shared.processes.end_with_parent import ends_with_parent
 
 
@@ -53,4 +54,4 @@ class Restarts:
     def pause_s(self) -> float:
         """How long to wait before the next start, which counts as one more."""
         self.count += 1
-        return min(self._first_s * 2.0 ** (self.count - 1), self._longest_s)
+        return backoff_s(self._first_s, self.count, self._longest_s)
