@@ -80,6 +80,8 @@ class CompletionAnswer:
         else:
             shown = [*(of_prompt if asked.echoes else ()), *(delta.logprobs if asked.shows_output else ())]
             yield from self._logprobs_of(prompt, index).part(shown, text, self._first_token(prompt))
+        if reason in (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH) and not asked.shows_output:
+            reason = pb.FINISH_REASON_LENGTH  # of none, whatever the token that is not shown would have ended
         finish = quoted(FINISH_REASONS[reason]) if reason else "null"
         yield f',"finish_reason":{finish}{self._extras(prompt, index, delta)}'
         if asked.returns_prompt_logprobs:

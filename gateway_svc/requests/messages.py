@@ -9,12 +9,13 @@ from gateway_svc.requests.fields import Fields, shown
 from protos import inference_pb2 as pb
 
 _TOOLS = "this server has no tools"
-# What a client sends back of an answer that it got: nothing in them.
 _OF_TOOLS = dict.fromkeys(("tool_calls", "tool_call_id", "function_call"), _TOOLS)
 _OF_MEDIA = {"audio": "text is accepted, no other media"}
 MAX_MESSAGES = 8192  # of one call, with their parts: some 50 ms to read, in which nobody else is served
-_EMPTY = ("refusal", "annotations", "name", "reasoning", "reasoning_content", "phase")
+# What a client sends back of an answer that it got, from here with nothing in it.
+_PASSED_OVER = ("refusal", "annotations", "name", "reasoning", "reasoning_content", "phase")
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_TOOL_ROLES = ("tool", "function")
 _ROLES = {"developer": "system"}  # the newer word, which few templates know
 
 
@@ -41,9 +42,11 @@ def _message(message: Fields) -> pb.ChatMessage:
     role = message.text("role")
     if not role:
         raise InvalidField(message.param("role"), "got none; accepted: system, user, assistant, ...")
+    if role in _TOOL_ROLES:
+        raise UnsupportedField(message.param("role"), _TOOLS)
     message.refuse(_OF_TOOLS | _OF_MEDIA)
     content = _content(message)
-    message.leave(*_EMPTY)
+    message.leave(*_PASSED_OVER)
     message.finish()
     return new_message(_ROLES.get(role, role), content, message.param("content"))
 

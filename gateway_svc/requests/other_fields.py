@@ -22,7 +22,6 @@ _NO_REASONING = "this server does not part reasoning from the rest"
 BEYOND = {
     "tools": _NO_TOOLS,
     "functions": _NO_TOOLS,
-    "function_call": _NO_TOOLS,
     "web_search_options": _NO_TOOLS,
     "max_tool_calls": _NO_TOOLS,
     "audio": _TEXT_ONLY,
@@ -50,6 +49,7 @@ def read_other(fields: Fields) -> None:
     fields.refuse(BEYOND)
     _only(fields, "service_tier", _TIERS, "this server has one tier")
     _only(fields, "tool_choice", _TOOL_CHOICES, _NO_TOOLS)
+    _only(fields, "function_call", _TOOL_CHOICES, _NO_TOOLS)
     modalities = fields.take("modalities")
     if modalities not in (None, ["text"]):
         raise UnsupportedField(fields.param("modalities"), _TEXT_ONLY)

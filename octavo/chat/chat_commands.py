@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ HELP = '''\
 Ctrl-C             cuts an answer short
 What is too long for the model is forgotten, the oldest first; it is said when that happens.'''
 _LEAVING = frozenset({"/bye", "/exit", "/quit", "exit", "quit", "bye"})
+_SETTING = re.compile(r"([\w-]*)(?:\s*=\s*(?=\S)|\s*)(.*)", re.DOTALL)  # of `/set`: name value, or name=value
 _SETTABLE = (
     *("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed", "stop", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -83,7 +85,7 @@ class ChatCommands:
         _say(self._conversation.system or "(no system message)")
 
     def _set(self, text: str) -> None:
-        name, _, value = text.replace("=", " ", 1).partition(" ")
+        name, value = _SETTING.fullmatch(text).groups()  # type: ignore[union-attr]  # it matches any line
         name = name.replace("-", "_")
         if name and name not in _SETTABLE:
             _say(f"{name} is none of {', '.join(_SETTABLE)}")

@@ -51,7 +51,7 @@ class ServedModel:
             max_cached_tokens=sizes.num_device_blocks * info.block_size,
             block_size=info.block_size,
             max_logprobs=info.max_logprobs,
-            eos_token_ids=tuple(info.eos_token_ids),
+            eos_token_ids=_ends(info, tokenizer),
             tokenizer=tokenizer,
             tokenizer_sha256=info.tokenizer_sha256,
         )
@@ -66,6 +66,14 @@ class ServedModel:
             block_size=info.block_size,  # that of all workers there are
             max_cached_tokens=max(self.max_cached_tokens, sizes.num_device_blocks * info.block_size),
         )
+
+
+def _ends(info: worker_pb2.WorkerInfo, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What the model's configs name, and the tokenizer's EOS, as with vLLM: a fine-tune may have its own end in the
+    tokenizer alone, and its base's in the configs."""
+    own = tokenizer.eos_token_id
+    has_more = own is not None and own < info.vocab_size and own not in info.eos_token_ids
+    return (*info.eos_token_ids, own) if own is not None and has_more else tuple(info.eos_token_ids)
 
 
 def fingerprint_of(info: worker_pb2.WorkerInfo, tokenizer_sha256: str) -> str:

@@ -116,7 +116,13 @@ def test_null_is_not_absent(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("raw", "generation", "expected"),
-    [(7, None, (7,)), ([7, 9], None, (7, 9)), (7, {"eos_token_id": [2, 3]}, (2, 3)), (None, {"eos_token_id": 2}, (2,))],
+    [
+        (7, None, (7,)),
+        ([7, 9], None, (7, 9)),
+        (7, {"eos_token_id": [2, 3]}, (2, 3)),
+        (None, {"eos_token_id": 2}, (2,)),
+        (7, {"eos_token_id": None}, (7,)),
+    ],
 )
 def test_stop_tokens_come_from_the_generation_config_first(
     tmp_path: Path, raw: Any, generation: dict[str, Any] | None, expected: tuple[int, ...]

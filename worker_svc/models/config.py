@@ -228,7 +228,8 @@ def _has_pairs() -> bool:
 
 
 def _eos_token_ids(raw: RawConfig, generation: RawConfig) -> tuple[int, ...]:
-    value = generation.get("eos_token_id", raw.get("eos_token_id"))
+    value = generation.get("eos_token_id")
+    value = raw.get("eos_token_id") if value is None else value  # a null there says nothing
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(i, int) and i >= 0 for i in ids):
         raise raw.error(f"eos_token_id must be a token id or a list of them, not {value!r}")
