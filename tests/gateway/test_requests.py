@@ -205,7 +205,8 @@ def test_response_format(given: dict[str, Any], expected: pb.GuidedDecoding | No
 def test_fields_that_change_nothing() -> None:
     given = {
         "user": "me", "metadata": {"a": "b"}, "safety_identifier": "x", "prompt_cache_key": "k", "store": False,
-        "tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "service_tier": "auto", "modalities": ["text"],
+        "tools": [], "tool_choice": "auto", "function_call": "none",
+        "parallel_tool_calls": True, "service_tier": "auto", "modalities": ["text"],
         "functions": None, "suffix": None, "stream_options": None, "n": None, "logprobs": None,
     }  # fmt: skip
     plain = completion(request_id="x")
@@ -242,6 +243,9 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (chat, {"tools": [{"type": "function"}]}, "tools"),
     (chat, {"functions": [{}]}, "functions"),
     (chat, {"tool_choice": "required"}, "tool_choice"),
+    (chat, {"function_call": {"name": "f"}}, "function_call"),
+    (chat, {"messages": [{"role": "tool", "content": "42"}]}, "messages[0].role"),
+    (chat, {"messages": [{"role": "function", "name": "f", "content": "42"}]}, "messages[0].role"),
     (chat, {"response_format": {"type": "xml"}}, "response_format.type"),
     (chat, {"response_format": {}}, "response_format.type"),
     (chat, {"response_format": {"type": "json_schema"}}, "response_format.schema"),

@@ -82,6 +82,9 @@ def test_parameters_are_changed_for_what_comes_after(chat: Chat, capsys: pytest.
     first, second = (request.sampling_params for request in chat.server.inference.requests)
     assert (first.temperature, first.top_k, list(first.stop)) == (0.5, 7, ["a", "b"])
     assert not second.HasField("temperature") and second.top_k == 7 and second.seed == 9
+    assert chat.type("/set stop a=b", "three", "/set stop = c", "four", "/set stop =", "five")
+    stops = [list(request.sampling_params.stop) for request in chat.server.inference.requests]
+    assert stops == [["a=b"], ["c"], ["="]]
     capsys.readouterr()
     assert chat.type("/set temperature 3", "/set temperature warm", "/set loudness 3", "/set") == []
     *refused, shown = capsys.readouterr().err.splitlines()

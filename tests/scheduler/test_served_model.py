@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,20 @@ def test_the_workers_own_tokenizer_counts_as_the_same_wherever_it_was_read(tmp_p
     (tmp_path / "README.md").write_text("not of a tokenizer")
     files, sha256 = byte_tokenizer_files(400)
     assert Tokenizer.from_folder(tmp_path).sha256 == Tokenizer(dict(reversed(files.items()))).sha256 == sha256
+
+
+@pytest.mark.parametrize(
+    ("named", "vocab_size", "expected"),
+    [((), 400, (257,)), ((9,), 400, (9, 257)), ((257, 9), 400, (257, 9)), ((9,), 257, (9,))],
+    ids=["no end", "the end of its base", "the same", "a token without a row"],
+)
+def test_outputs_end_at_the_tokenizers_own_end_too(
+    tmp_path: Path, named: tuple[int, ...], vocab_size: int, expected: tuple[int, ...]
+) -> None:
+    """As vLLM has it, for fine-tunes whose configs are still those of the base."""
+    write_byte_tokenizer(tmp_path, 400)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": tokenizer.token(257)}))
+    worker = info(eos_token_ids=named, vocab_size=vocab_size)
+    assert ServedModel.from_worker(worker, SIZES, Tokenizer.from_folder(tmp_path), "tiny").eos_token_ids == expected
