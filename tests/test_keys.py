@@ -15,7 +15,7 @@ import yaml
 from octavo.cli import main
 from octavo.client import Client
 from octavo.shared.access.callers import Callers, UnknownCaller
-from octavo.shared.access.keys import ROLES, Keys, KeysFileError, hash_of, new_key, read_file, read_keys
+from octavo.shared.access.keys import ROLES, Keys, KeysFileError, hash_of, new_key, read_file
 from octavo.shared.watched_files import LOOK_AGAIN_S
 
 
@@ -87,7 +87,7 @@ def test_a_file_that_leaves_anything_open_is_refused(text: str, complaint: str, 
     path = tmp_path / "keys.yaml"
     path.write_text(text)
     with pytest.raises(KeysFileError, match=complaint) as raised:
-        read_keys(path)
+        read_file(path)
     assert "\n" not in str(raised.value) and "secret" not in str(raised.value)
 
 
@@ -184,7 +184,7 @@ def test_a_file_stays_whose_it_was_and_a_link_stays_one(tmp_path: Path) -> None:
     assert main(["keys", "add", str(link), "b"]) == 0
     found = path.stat()
     assert (found.st_uid, found.st_gid) == owner and found.st_mode & 0o777 == 0o640
-    assert link.is_symlink() and len(read_keys(link)) == 2
+    assert link.is_symlink() and len(read_file(link).callers) == 2
     assert [each.name for each in path.parent.iterdir()] == ["keys.yaml"]
 
 
@@ -195,7 +195,7 @@ def test_changes_at_the_same_time_all_count(tmp_path: Path) -> None:
         thread.start()
     for thread in adding:
         thread.join()
-    assert len(read_keys(path)) == 20
+    assert len(read_file(path).callers) == 20
 
 
 def test_a_folder_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -286,7 +286,7 @@ def test_the_command_says_what_tenants_may_have_and_keeps_the_rest(
 def test_a_file_may_have_limits_alone(section: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "limits.yaml"
     path.write_text(section)
-    assert read_keys(path) == {} and read_file(path).tenants.of("shop").bytes == 5
+    assert not read_file(path).callers and read_file(path).tenants.of("shop").bytes == 5
     assert main(["keys", "list", str(path)]) == 0 and "bytes 5" in capsys.readouterr().out
     assert main(["keys", "remove", str(path), "web"]) == 2 and "has no key 'web'" in capsys.readouterr().err
     assert main(["keys", "limit", str(path), "shop", "--bytes", "6"]) == 0

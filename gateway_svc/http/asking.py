@@ -1,4 +1,4 @@
-"""The endpoints that only ask: models, tokens, health."""
+"""The endpoints that generate nothing: models and their adapters, tokens, health."""
 
 from __future__ import annotations
 

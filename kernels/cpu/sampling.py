@@ -23,7 +23,7 @@ def penalize(
     frequency: torch.Tensor,
     presence: torch.Tensor,
 ) -> None:
-    """See `kernels.oracles.reference.penalize`."""
+    """See `kernels.oracles.reference_sampling.penalize`."""
     vocab_size, (count,) = logits.shape[1], rows.shape
     library().penalize(
         _place(logits, _F32, logits.shape),
@@ -38,14 +38,14 @@ def penalize(
 
 
 def chunk_maxima(out: torch.Tensor, logits: torch.Tensor) -> None:
-    """See `kernels.oracles.reference.chunk_maxima`."""
+    """See `kernels.oracles.reference_sampling.chunk_maxima`."""
     rows, vocab_size = logits.shape
     maxima = _place_of_maxima(out, rows, vocab_size)
     library().chunk_maxima(maxima, _place(logits, _F32, logits.shape), rows, vocab_size, num_threads())
 
 
 def most_likely(token_ids: torch.Tensor, largest: torch.Tensor, logits: torch.Tensor) -> None:
-    """See `kernels.oracles.reference.most_likely`."""
+    """See `kernels.oracles.reference_sampling.most_likely`."""
     rows, vocab_size = logits.shape
     places = _place(token_ids, _I64, (rows,)), _place(largest, _F32, (rows,)), _place(logits, _F32, logits.shape)
     library().most_likely(*places, rows, vocab_size, num_threads())
@@ -61,7 +61,7 @@ def kept_range(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
 ) -> None:
-    """See `kernels.oracles.reference.kept_range`."""
+    """See `kernels.oracles.reference_sampling.kept_range`."""
     rows, vocab_size = logits.shape
     library().kept_range(
         _place(smallest, _F32, (rows,)),
@@ -88,7 +88,7 @@ def draw_tokens(
     sequence_indices: torch.Tensor,
     positions: torch.Tensor,
 ) -> None:
-    """See `kernels.oracles.reference.draw_tokens`."""
+    """See `kernels.oracles.reference_sampling.draw_tokens`."""
     (num_rows, vocab_size), (count,) = logits.shape, rows.shape
     library().draw_tokens(
         _place(token_ids, _I64, (count,)),
@@ -104,7 +104,7 @@ def draw_tokens(
 
 
 def uniforms(seeds: torch.Tensor, sequence_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """See `kernels.oracles.reference.uniforms`."""
+    """See `kernels.oracles.reference_sampling.uniforms`."""
     numbers = torch.empty(seeds.shape, dtype=_F64)
     columns = [_place(column, _I64, seeds.shape) for column in (seeds, sequence_indices, positions)]
     library().uniforms(numbers.data_ptr(), *columns, numbers.numel())
@@ -120,7 +120,7 @@ def token_logprobs(
     rows: torch.Tensor,
     token_ids: torch.Tensor,
 ) -> None:
-    """See `kernels.oracles.reference.token_logprobs`."""
+    """See `kernels.oracles.reference_sampling.token_logprobs`."""
     (num_rows, vocab_size), (count,) = logits.shape, rows.shape
     library().token_logprobs(
         _place(logprobs, _F32, (count,)),
@@ -139,7 +139,7 @@ def token_logprobs(
 def top_logits(
     token_ids: torch.Tensor, values: torch.Tensor, logits: torch.Tensor, maxima: torch.Tensor, rows: torch.Tensor
 ) -> None:
-    """See `kernels.oracles.reference.top_logits`."""
+    """See `kernels.oracles.reference_sampling.top_logits`."""
     (num_rows, vocab_size), (count, k) = logits.shape, token_ids.shape
     if k > vocab_size:
         raise ValueError(f"{k} tokens asked for, of a vocabulary of {vocab_size}")

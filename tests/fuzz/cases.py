@@ -41,7 +41,6 @@ CHANNEL_OPTIONS = [
 _CONTROL = pb.DESCRIPTOR.services_by_name["Control"]
 _INFERENCE = pb.DESCRIPTOR.services_by_name["Inference"]
 _WORKER = worker_pb2.DESCRIPTOR.services_by_name["Worker"]
-_REFLECTION = "ServerReflection/ServerReflectionInfo"
 _OTHERS = [
     ("/grpc.health.v1.Health/Check", health_pb2.HealthCheckRequest.DESCRIPTOR),
     ("/grpc.health.v1.Health/Watch", health_pb2.HealthCheckRequest.DESCRIPTOR),

@@ -61,7 +61,6 @@ class RefusingCore:
 
     def __init__(self) -> None:
         self.error: Exception | None = None
-        self.ends_with: str | None = None
         self.boxes: Mailboxes
 
     async def check_room(self, request: pb.GenerateRequest, num_preparing: int, num_bytes: int = 0) -> None:

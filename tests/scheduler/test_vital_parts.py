@@ -192,7 +192,6 @@ async def test_a_scheduler_with_a_broken_part_is_not_ready_refuses_and_ends(
     class Front(InProcessFront):
         async def open(self, serving: Serving, drain: Callable[[], None]) -> int:
             found.append(serving)
-            self.drain_all = drain
             return await super().open(serving, drain)
 
         def break_off(self) -> None:  # the last moment at which the server answers

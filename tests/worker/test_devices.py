@@ -116,7 +116,9 @@ def test_the_peak_is_what_the_allocator_takes_beyond_what_it_had(monkeypatch: py
     assert CudaMemory(torch.device("cuda", 0), 1.0).peak_bytes(work) == 32
 
 
-def test_a_cpu_has_the_hosts_memory() -> None:
+def test_a_cpu_has_the_hosts_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = memory_of(torch.device("cpu"), 0.9)
     assert isinstance(memory, HostMemory) and memory.is_host and memory.available_bytes() > 0
-    assert memory.peak_bytes(lambda: bytearray(8 << 20)) >= 0
+    monkeypatch.setattr("worker_svc.host.memory._STATUS", status := tmp_path / "status")
+    status.write_text("VmHWM:\t 900 kB\nVmRSS:\t 400 kB\n")
+    assert memory.peak_bytes(lambda: status.write_text("VmHWM:\t 950 kB\nVmRSS:\t 500 kB\n")) == 550 << 10

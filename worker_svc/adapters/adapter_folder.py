@@ -22,7 +22,6 @@ from worker_svc.models.checkpoint.fused_parts import in_order, stored_rows
 from worker_svc.models.errors import ModelError
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-MOST_RANKS = 256
 
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _OTHER_KINDS = {

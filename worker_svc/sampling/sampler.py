@@ -4,7 +4,7 @@ One uniform number a draw inverts the cumulative distribution of the kept tokens
 Gumbel maximum, which needs a random number for every token of the vocabulary: for 32 rows of 49,152 on one core that
 took 28 ms, of which hashing 19 ms; all of `sample` took 5 to 8 ms without filters.
 
-What is computed is said in `oracles.reference`, where the order of the filters stands; this file gives the kernels
+What is computed is said in `oracles.reference_sampling`, with the order of the filters; this file gives the kernels
 their columns and nothing else. Everything stays where the logits are until `Drawn.on_host`: on a GPU nothing here waits
 for the device. Knows nothing of slots or steps: R rows of logits, N >= R samples in the order of the rows.
 """

@@ -37,7 +37,7 @@ def _chunk_maxima_kernel(  # type: ignore[no-untyped-def]
 
 
 def chunk_maxima(out: torch.Tensor, logits: torch.Tensor) -> None:
-    """See `kernels.oracles.reference.chunk_maxima`. Raises ValueError for what does not fit."""
+    """See `kernels.oracles.reference_sampling.chunk_maxima`. Raises ValueError for what does not fit."""
     check_rows("chunk_maxima", logits=logits)
     (count, vocab_size), num_chunks = logits.shape, cdiv(logits.shape[1], CHUNK_SIZE)
     check_contiguous("chunk_maxima", "out", out, (count, num_chunks), logits)

@@ -131,7 +131,7 @@ def draw_tokens(
     sequence_indices: torch.Tensor,
     positions: torch.Tensor,
 ) -> None:
-    """See `kernels.oracles.reference.draw_tokens`. Raises ValueError for what does not fit."""
+    """See `kernels.oracles.reference_sampling.draw_tokens`. Raises ValueError for what does not fit."""
     check_rows("draw_tokens", logits=logits)
     (count, vocab_size), num_chunks = logits.shape, cdiv(logits.shape[1], CHUNK_SIZE)
     check_contiguous("draw_tokens", "maxima", maxima, (count, num_chunks), logits)

@@ -59,7 +59,7 @@ def penalize(
     frequency: torch.Tensor,
     presence: torch.Tensor,
 ) -> None:
-    """See `kernels.oracles.reference.penalize`. Raises ValueError for what does not fit."""
+    """See `kernels.oracles.reference_sampling.penalize`. Raises ValueError for what does not fit."""
     check_rows("penalize", logits=logits)
     check_contiguous("penalize", "counts", counts, (counts.shape[0], logits.shape[1]), logits)
     for name, column in {

@@ -35,7 +35,7 @@ def _uniforms_kernel(out, seeds, sequence_indices, positions, count, BLOCK: tl.c
 
 
 def uniforms(seeds: torch.Tensor, sequence_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """See `kernels.oracles.reference.uniforms`. Raises ValueError for what does not fit."""
+    """See `kernels.oracles.reference_sampling.uniforms`. Raises ValueError for what does not fit."""
     for name, column in {"seeds": seeds, "sequence_indices": sequence_indices, "positions": positions}.items():
         check_contiguous("uniforms", name, column, (seeds.numel(),), seeds)
     out = torch.empty(seeds.shape, dtype=torch.float64, device=seeds.device)

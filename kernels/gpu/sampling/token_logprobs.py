@@ -81,7 +81,7 @@ def token_logprobs(
     rows: torch.Tensor,
     token_ids: torch.Tensor,
 ) -> None:
-    """See `kernels.oracles.reference.token_logprobs`. Raises ValueError for what does not fit."""
+    """See `kernels.oracles.reference_sampling.token_logprobs`. Raises ValueError for what does not fit."""
     check_rows("token_logprobs", logits=logits)
     check_contiguous("token_logprobs", "largest", largest, (logits.shape[0],), logits)
     columns = {"logprobs": logprobs, "ranks": ranks, "log_sums": log_sums, "rows": rows, "token_ids": token_ids}

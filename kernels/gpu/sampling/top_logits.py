@@ -70,7 +70,7 @@ def _top_logits_kernel(  # type: ignore[no-untyped-def]
 def top_logits(
     token_ids: torch.Tensor, values: torch.Tensor, logits: torch.Tensor, maxima: torch.Tensor, rows: torch.Tensor
 ) -> None:
-    """See `kernels.oracles.reference.top_logits`. Raises ValueError for what does not fit."""
+    """See `kernels.oracles.reference_sampling.top_logits`. Raises ValueError for what does not fit."""
     check_rows("top_logits", logits=logits)
     (count, vocab_size), num_chunks = logits.shape, cdiv(logits.shape[1], CHUNK_SIZE)
     check_contiguous("top_logits", "maxima", maxima, (count, num_chunks), logits)

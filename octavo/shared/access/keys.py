@@ -155,11 +155,6 @@ def read_file(path: Path) -> KeysFile:
     return check_sections(read_sections(path), str(path))
 
 
-def read_keys(path: Path) -> dict[str, Caller]:
-    """Callers by the hash of their key. Raises KeysFileError."""
-    return dict(read_file(path).callers)
-
-
 def check_sections(sections: Mapping[str, Any], file: str) -> KeysFile:
     """What they mean. Raises KeysFileError, which names the `file`."""
     callers: dict[str, Caller] = {}

@@ -69,11 +69,6 @@ class TenantTable:
         """Those of one tenant."""
         return self.named.get(tenant, self.default)
 
-    @property
-    def is_unlimited(self) -> bool:
-        """Whether nobody has any limit."""
-        return self.default is UNLIMITED and all(limits is UNLIMITED for limits in self.named.values())
-
 
 def read_table(tenants: Any, default: Any) -> TenantTable:
     """From the two sections as YAML gives them. Raises TenantLimitsError."""
