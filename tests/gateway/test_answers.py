@@ -182,8 +182,10 @@ def test_a_scored_prompt_shows_no_output() -> None:
     answer = CompletionAnswer(asked(num_top=0, echoes=True, shows_output=False, returns_token_ids=True))
     answer.learn_prompts(["ab"], ["a"])
     entries = [pb.TokenLogprobs(), of(logprob("b"))]
-    ended = {"finish": pb.FINISH_REASON_STOP, "matched_stop": pb.MatchedStop(token_id=4)}
-    drawn = delta("z", logprobs=[of(logprob("z"))], token_ids=[4], **ended)
+    at_its_end = pb.MatchedStop(token_id=4)
+    drawn = delta(
+        "z", logprobs=[of(logprob("z"))], finish=pb.FINISH_REASON_STOP, token_ids=[4], matched_stop=at_its_end
+    )
     found = whole(answer, [pb.GenerateResponse(prompt_logprobs=entries, outputs=[drawn]), USAGE])
     assert found["choices"][0]["text"] == "ab" and found["choices"][0]["logprobs"]["tokens"] == ["a", "b"]
     assert found["choices"][0]["token_ids"] == [] and "stop_reason" not in found["choices"][0]
