@@ -80,10 +80,11 @@ sanitize: setup
 sanitized = LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=16 UBSAN_OPTIONS=halt_on_error=1 $(2) \
   KERNELS_CPU_LIBRARY=$$(ls -t $(SANITIZED)/$(1)/*.so | head -1) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:cacheprovider
 
+NATIVE := $(wildcard kernels/cpu/native/*.cpp kernels/cpu/native/*.h)
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror $(filter-out %.py,$(NATIVE))
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --quiet tests/test_stubs.py
 
