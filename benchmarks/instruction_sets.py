@@ -20,11 +20,6 @@ class InstructionSet:
     onednn: str
     mkl: str
 
-    @property
-    def multiplies_bfloat16(self) -> bool:
-        """Whether it has instructions for products of bfloat16."""
-        return LEVELS[self.level].has_pairs
-
     def lacking(self) -> list[str]:
         """What of the set this machine does not have itself."""
         return sorted(LEVELS[self.level].needs - processor_features())

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from scheduler_svc.core.scheduler import Scheduler
     from scheduler_svc.core.sequences.sequence import SequenceGroup
     from scheduler_svc.engine.engine import Engine
     from scheduler_svc.leases.worker_handle import WorkerHandle
@@ -38,6 +39,13 @@ class Asked:
     num_tokens: int
     num_blocks: int
     block_size: int
+
+
+def _num_outstanding_tokens(scheduler: Scheduler) -> int:
+    """Tokens of all groups there: what attention reads, and what has to be computed when it is lost."""
+    waiting = (*scheduler.groups.swapped, *scheduler.groups.preempted)
+    held = int(scheduler.columns.num_tokens[scheduler.columns.occupied].sum())
+    return held + sum(sequence.num_tokens for group in waiting for sequence in group.unfinished())
 
 
 Cost = Callable[[Asked, list[Seen]], list[Any]]  # a worker each, the least is best
@@ -155,5 +163,5 @@ class _Chooser:
             num_uncomputed_tokens=float(load.num_uncomputed[number] + ahead.num_tokens[number]),
             num_blocks=float(load.num_taken_blocks[number] + ahead.num_tokens[number] / block_size),
             num_hit_blocks=num_hit_blocks,
-            num_outstanding_tokens=scheduler.num_outstanding_tokens,
+            num_outstanding_tokens=_num_outstanding_tokens(scheduler),
         )

@@ -118,26 +118,6 @@ class SamplingParams:
                 raise ValueError(f"{name}: got {value!r}; {error}") from None
         return message
 
-    @classmethod
-    def from_proto(cls, message: pb.SamplingParams) -> SamplingParams:
-        """The inverse of `to_proto`; floats come back as float32 holds them."""
-        values: dict[str, Any] = {}
-        for descriptor, value in message.ListFields():
-            match descriptor.name:
-                case "early_stopping":
-                    values["early_stopping"] = pb.EarlyStopping.Name(value).removeprefix("EARLY_STOPPING_")
-                case "logit_bias":
-                    values["logit_bias"] = dict(value)
-                case "guided":
-                    kind = value.WhichOneof("guide")
-                    guide = getattr(value, kind)
-                    values["guided"] = {kind: tuple(guide.choices) if kind == "choice" else guide}
-                case name if descriptor.is_repeated:
-                    values[name] = tuple(value)
-                case name:
-                    values[name] = value
-        return cls(**values)
-
 
 @takes_arguments_of_vllm
 @dataclass(frozen=True)

@@ -29,6 +29,40 @@ SCHEDULING, REQUESTS, WORKERS = "scheduling", "requests", "workers and processes
 ACCESS = "access"  # likewise
 MAX_SHARDS = 256  # a byte of each request's number
 
+# Options by the least that they may be, where they are given.
+_LEAST = {
+    0: (
+        "scheduler_delay_factor",
+        "worker_wait_timeout",
+        "worker_quota",
+        "takeover_after",
+        "max_connection_age",
+        "drain_timeout",
+        "stream_interval_ms",
+        "flight_recorder_steps",
+    ),
+    1: (
+        "steps_in_flight",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_workers",
+        "max_models",
+        "max_waiting_requests",
+        "max_waiting_tokens",
+        "max_request_bytes",
+        "max_concurrent_streams",
+        "max_open_calls",
+        "max_connections",
+        "max_preparing_bytes",
+        "max_worker_losses",
+        "max_stop_string_chars",
+        "frontends",
+        "shards",
+        "text_processes",
+        "flight_recorder_memory",
+    ),
+}
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -255,59 +289,23 @@ class SchedulerConfig:
         self.adapters()  # likewise
         if not 0 <= self.step_time_goal < math.inf:
             raise ValueError(f"step_time_goal is {self.step_time_goal}, a number from 0 on is accepted")
-        if self.scheduler_delay_factor < 0:
-            raise ValueError(f"scheduler_delay_factor is {self.scheduler_delay_factor}, at least 0 is accepted")
-        if not self.worker_wait_timeout >= 0:
-            raise ValueError(f"worker_wait_timeout is {self.worker_wait_timeout}, at least 0 is accepted")
-        for name in (
-            "steps_in_flight",
-            "max_workers",
-            "max_models",
-            "max_waiting_requests",
-            "max_waiting_tokens",
-            "max_request_bytes",
-            "max_concurrent_streams",
-            "max_open_calls",
-            "max_connections",
-            "max_preparing_bytes",
-            "max_worker_losses",
-            "max_stop_string_chars",
-            "frontends",
-            "shards",
-            "text_processes",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, at least 1 is accepted")
+        for least, names in _LEAST.items():
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not value >= least:  # so that NaN is refused, too
+                    raise ValueError(f"{name} is {value}, at least {least} is accepted")
         if self.shards > MAX_SHARDS:
             raise ValueError(f"shards is {self.shards}, 1 to {MAX_SHARDS} are accepted")
-        if self.worker_quota is not None:
-            if self.worker_quota < 0:
-                raise ValueError(f"worker_quota is {self.worker_quota}, at least 0 is accepted")
-            if self.shards > 1:
-                raise ValueError(
-                    f"worker_quota is {self.worker_quota} and shards {self.shards}: a quota counts the workers of one "
-                    "step loop, and the parent of shards divides its own; leave one of the two out, or give each "
-                    "scheduler with shards workers of its own (--worker)"
-                )
-        if not self.takeover_after >= 0:
-            raise ValueError(f"takeover_after is {self.takeover_after}, at least 0 is accepted")
+        if self.worker_quota is not None and self.shards > 1:
+            raise ValueError(
+                f"worker_quota is {self.worker_quota} and shards {self.shards}: a quota counts the workers of one "
+                "step loop, and the parent of shards divides its own; leave one of the two out, or give each "
+                "scheduler with shards workers of its own (--worker)"
+            )
         if not self.text_timeout > 0:
             raise ValueError(f"text_timeout is {self.text_timeout}, more than 0 is accepted")
-        if not self.max_connection_age >= 0:
-            raise ValueError(f"max_connection_age is {self.max_connection_age}, at least 0 is accepted")
-        if self.drain_timeout < 0:
-            raise ValueError(f"drain_timeout is {self.drain_timeout}, at least 0 is accepted")
-        if self.stream_interval_ms < 0:
-            raise ValueError(f"stream_interval_ms is {self.stream_interval_ms}, at least 0 is accepted")
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} is {value}, at least 1 is accepted")
         if self.log_prompts and self.log_level not in ("debug", "info"):
             raise ValueError(f"log_prompts writes lines of level info, which log_level {self.log_level!r} leaves out")
-        if self.flight_recorder_steps < 0:
-            raise ValueError(f"flight_recorder_steps is {self.flight_recorder_steps}, at least 0 is accepted")
-        if self.flight_recorder_memory < 1:
-            raise ValueError(f"flight_recorder_memory is {self.flight_recorder_memory}, at least 1 is accepted")
         length = self.max_model_len
         if not (length is None or length == "auto" or (isinstance(length, int) and length > 0)):
             raise ValueError(f"max_model_len is {length!r}; a number from 1 on or auto is accepted")

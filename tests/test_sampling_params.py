@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -147,17 +148,21 @@ def test_unset_fields_stay_unset_and_zero_is_sent() -> None:
     assert not message.HasField("min_tokens")
 
 
-def test_round_trip_through_the_wire_form() -> None:
-    params = SamplingParams(
+def test_the_wire_form_has_every_field() -> None:
+    given: dict[str, Any] = dict(
         n=2, best_of=3, temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, presence_penalty=1, frequency_penalty=-1,
-        repetition_penalty=1.5, seed=2**63, stop="end", stop_token_ids=[1, 2], ignore_eos=True,
-        include_stop_str_in_output=True, skip_special_tokens=False, spaces_between_special_tokens=False, max_tokens=9,
-        min_tokens=2, logprobs=3, prompt_logprobs=0, logit_bias={4: -0.5}, allowed_token_ids=[5], bad_words=["x"],
-        guided={"choice": ("a", "b")},
+        repetition_penalty=1.5, seed=2**63, stop_token_ids=[1, 2], ignore_eos=True, include_stop_str_in_output=True,
+        skip_special_tokens=False, spaces_between_special_tokens=False, max_tokens=9, min_tokens=2, logprobs=3,
+        prompt_logprobs=0, logit_bias={4: -0.5}, allowed_token_ids=[5], bad_words=["x"],
     )  # fmt: skip
-    assert SamplingParams.from_proto(params.to_proto()) == params
-    beams = SamplingParams(n=2, temperature=0, use_beam_search=True, early_stopping="NEVER", length_penalty=2)
-    assert SamplingParams.from_proto(beams.to_proto()) == beams
+    guide = pb.GuidedDecoding(choice=pb.GuidedDecoding.Choice(choices=["a", "b"]))
+    expected = pb.SamplingParams(stop=["end"], guided=guide, **given)
+    assert SamplingParams(stop="end", guided={"choice": ("a", "b")}, **given).to_proto() == expected
+    of_beams: dict[str, Any] = dict(n=2, temperature=0, use_beam_search=True, length_penalty=2)
+    expected_of_beams = pb.SamplingParams(early_stopping=pb.EARLY_STOPPING_NEVER, **of_beams)
+    assert SamplingParams(early_stopping="never", **of_beams).to_proto() == expected_of_beams
+    sent = {field.name for message in (expected, expected_of_beams) for field, _ in message.ListFields()}
+    assert sent == {field.name for field in fields(SamplingParams)}
 
 
 @pytest.mark.parametrize(

@@ -79,13 +79,6 @@ class Scheduler:
         """Sequences whose prompts are computed, whether the next step has their rows or not."""
         return self.columns.max_num_seqs - self.columns.num_free_slots - len(self.groups.prefilling)
 
-    @property
-    def num_outstanding_tokens(self) -> int:
-        """Tokens of all groups here: what attention reads, and what has to be computed when it is lost."""
-        waiting = (*self.groups.swapped, *self.groups.preempted)
-        held = int(self.columns.num_tokens[self.columns.occupied].sum())
-        return held + sum(sequence.num_tokens for group in waiting for sequence in group.unfinished())
-
     def can_ever_run(self, group: SequenceGroup) -> bool:
         """Whether this worker, empty, could hold what there is of the group, and every length that it may reach."""
         num_blocks = self.blocks.allocator.num_usable

@@ -159,13 +159,21 @@ def test_nothing_of_a_row_over_which_the_model_failed_is_passed_on(fixture: Fixt
     assert fixture.told() == {}
 
 
-@pytest.mark.parametrize(
-    ("blocks", "hashes"), [([8], 32), ([1, 2], 33), ([1], 0), ([1], 65)], ids=["range", "uneven", "none", "long"]
-)
-def test_promises_that_are_none_are_refused(fixture: Fixture, blocks: list[int], hashes: int) -> None:
+BAD_PROMISES = {
+    "range": ([8], bytes(32)),
+    "uneven": ([1, 2], bytes(33)),
+    "none": ([1], b""),
+    "long": ([1], bytes(65)),
+    "a block twice": ([1, 1], digest(1) + digest(2)),
+    "a content twice": ([1, 2], digest(1) + digest(1)),
+}
+
+
+@pytest.mark.parametrize(("blocks", "hashes"), BAD_PROMISES.values(), ids=BAD_PROMISES)
+def test_promises_that_are_none_are_refused(fixture: Fixture, blocks: list[int], hashes: bytes) -> None:
     step = worker_pb2.Step()
     step.cached_blocks.block_ids_u32 = np.array(blocks, "<u4").tobytes()
-    step.cached_blocks.hashes = bytes(hashes)
+    step.cached_blocks.hashes = hashes
     with pytest.raises(ProtocolError, match="cached_blocks"):
         fixture.states.apply_blocks(step, lambda each: fixture.cached.begin(step, fixture.states, each))
     with pytest.raises(ProtocolError, match="forgotten_blocks"):

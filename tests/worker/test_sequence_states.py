@@ -418,6 +418,7 @@ REFUSED = {
     "decode before the prompt is done": decode(1, [1]),
     "unknown input": _row(inputs_u8=b"\x09"),
     "lookahead": _row(inputs_u8=LAST, query_lens_u32=u32([2]), given_token_ids_i32=u32([1])),
+    "a decode row that is described": _row(inputs_u8=LAST),
     "given tokens missing": _row(inputs_u8=GIVEN),
     "given a token that it has drawn": _row(inputs_u8=GIVEN, given_token_ids_i32=u32([1])),
     "tokens nobody takes": _row(given_token_ids_i32=u32([1])),

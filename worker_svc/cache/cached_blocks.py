@@ -85,12 +85,11 @@ class CachedBlocks:
     def promise(self, step: worker_pb2.Step, states: SequenceStates) -> int:
         """Call it when the step is launched: what it names is known unless it fails. Returns a number for `failed`."""
         self._num_steps += 1
-        blocks, size = self._read_promises(step)
-        if not size:
+        blocks, hashes = self._read_promises(step)
+        if not hashes:
             return self._num_steps
         self._forget(blocks)
-        for number, block in enumerate(blocks.tolist()):
-            digest = step.cached_blocks.hashes[number * size : (number + 1) * size]
+        for block, digest in zip(blocks.tolist(), hashes, strict=True):
             if (other := self._block_of.get(digest)) is not None:  # which its scheduler has no use for any more
                 self._drop(other)
             self._block_of[digest], self._hash_of[block] = block, digest
@@ -140,17 +139,20 @@ class CachedBlocks:
             hashes = [digest for digest in hashes if len(digest) == size]
         return worker_pb2.CachedBlocks(block_ids_u32=blocks.astype("<u4").tobytes(), hashes=b"".join(hashes))
 
-    def _read_promises(self, step: worker_pb2.Step) -> tuple[Ints, int]:
-        """The blocks that a step names, and the bytes of each one's hash; 0: there are none. Raises ProtocolError."""
+    def _read_promises(self, step: worker_pb2.Step) -> tuple[Ints, list[bytes]]:
+        """The blocks that a step names, and their hashes. Raises ProtocolError."""
         blocks = read_column(step.cached_blocks.block_ids_u32, "<u4", "cached_blocks")
         if not blocks.size:
-            return blocks, 0
+            return blocks, []
         check_below(blocks, self._num_blocks, "cached_blocks")
         num_bytes = len(step.cached_blocks.hashes)
         size, rest = divmod(num_bytes, len(blocks))
         if rest or not 0 < size <= MAX_HASH_BYTES:
             raise ProtocolError(f"cached_blocks has {num_bytes} bytes of hashes for {len(blocks)} blocks")
-        return blocks, size
+        hashes = [step.cached_blocks.hashes[at : at + size] for at in range(0, num_bytes, size)]
+        if min(len(set(hashes)), len(set(blocks.tolist()))) < len(blocks):
+            raise ProtocolError("cached_blocks names a block or a content twice")
+        return blocks, hashes
 
     def _forget(self, blocks: npt.NDArray[np.integer]) -> None:
         for block in blocks[self._is_known[blocks]].tolist():

@@ -18,7 +18,8 @@ def check_rows(states: SlotColumns, columns: RowColumns, seq_lens: Ints, tokens_
     """
     slots, decodes = columns.slots, slice(columns.num_decode_rows)
     _refuse(slots, ~states.occupied[slots], "which is not occupied")
-    _refuse(slots[decodes], seq_lens[decodes] != tokens_before[decodes], _NO_LAST_TOKEN)
+    goes_on = seq_lens[decodes] == tokens_before[decodes]
+    _refuse(slots[decodes], ~goes_on, "which has no sampled token to go on from")
     if columns.num_decode_rows < slots.size:
         _check_described(states, columns, seq_lens, tokens_before, num_tokens)
     _refuse(slots, seq_lens > states.num_blocks[slots] * states.block_size, "whose block table is too short")
@@ -26,20 +27,16 @@ def check_rows(states: SlotColumns, columns: RowColumns, seq_lens: Ints, tokens_
     _refuse(slots, samples_beyond, "which samples beyond the model's length")
 
 
-_NO_LAST_TOKEN = "which has no sampled token to go on from"
-
-
 def _check_described(
     states: SlotColumns, columns: RowColumns, seq_lens: Ints, tokens_before: Ints, num_tokens: Ints
 ) -> None:
     """What only rows that are no decode rows can break."""
-    slots, inputs = columns.slots, columns.inputs
+    slots, inputs, described = columns.slots, columns.inputs, slice(columns.num_decode_rows, None)
     context_lens = seq_lens - columns.query_lens
     is_last, is_given = inputs == worker_pb2.ROW_INPUT_LAST_SAMPLED, inputs == worker_pb2.ROW_INPUT_GIVEN_TOKENS
     computes_unknown = (context_lens > tokens_before) | (seq_lens > num_tokens)
     _refuse(slots, inputs > worker_pb2.ROW_INPUT_GIVEN_TOKENS, "whose input is unknown")
-    _refuse(slots, is_last & (columns.query_lens > 1), "which looks ahead; this worker cannot")
-    _refuse(slots, is_last & (context_lens + 1 != tokens_before), _NO_LAST_TOKEN)
+    _refuse(slots[described], is_last[described], "whose input is that of a decode row")
     _refuse(slots, computes_unknown, "which computes beyond its known tokens")
     _refuse(slots, seq_lens > states.max_model_len, f"which computes beyond {states.max_model_len} tokens")
     _refuse(slots, (columns.num_samples > 0) & (seq_lens != num_tokens), "which samples before its last known token")

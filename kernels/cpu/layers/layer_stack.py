@@ -43,7 +43,7 @@ LAYER = np.dtype(  # `Layer` of native/layers.cpp
         *[(name, _ADDRESS) for name in ("query_norm", "key_norm", "attention_post_norm", "mlp_post_norm")],  # 0: none
     ]
 )
-STEP = struct.Struct("=11q5q8q3dq")  # `Step`, of a pass: sizes, the step's tensors, a workspace, options
+STEP = struct.Struct("=12q5q8q3dq")  # `Step`, of a pass: sizes, the step's tensors, a workspace, options
 _ACTIVATIONS: dict[str, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}  # `Activation` of native/rows.h
 
 
@@ -156,6 +156,7 @@ class LayerStack:
             step.block_tables.stride(0),
             element_of(residual, self._kept[0].input_norm),
             stored_element_of(*cache),
+            workspace.mlp_rows,
             *self._sizes,
             num_blocks,
             block_size,

@@ -33,7 +33,8 @@ namespace {
 const i64 KEYS = 64;  // of a tile
 const i64 RUN = 16;   // keys that lie one after the other in the cache, where blocks are multiples of it
 const i64 RUNS = KEYS / RUN;
-const i64 SEGMENT = 2048;  // keys: 1 MB of 128 numbers each, more than a thread waits for
+// Keys. With 128 float32 numbers each they are 1 MB: to read that takes longer than threads wait for each other.
+const i64 SEGMENT = 2048;
 // Tokens of a prompt; more leaves the threads of short prompts too few. A longer one copies each key for twice as many.
 const i64 QUERY_TILE = 32, LONG_QUERY = 512, TILE_OF_LONG_QUERY = 64;
 const i64 SHARED_TILE = 16;  // sequences over a common prefix

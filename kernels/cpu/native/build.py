@@ -48,11 +48,6 @@ class Level:
     needs: frozenset[str]
     flags: list[str]
 
-    @property
-    def has_pairs(self) -> bool:
-        """Whether rows of bfloat16 are multiplied by weights of bfloat16 two inputs at a time."""
-        return bool({"-mavx512bf16", *_EMULATION} & set(self.flags))
-
 
 _AVX2 = ["avx2", "fma", "f16c"]
 _AVX512 = [*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl"]

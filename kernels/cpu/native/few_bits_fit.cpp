@@ -20,19 +20,7 @@ struct Fit {
     int32_t integers[GROUP];
 };
 
-Float16 to_half(float x) {
-    float numbers[LANES] = {x};
-    Float16 halves[LANES];
-    store(halves, load(numbers));
-    return halves[0];
-}
-float of_half(Float16 x) {
-    Float16 halves[LANES] = {x};
-    float numbers[LANES];
-    store(numbers, load(halves));
-    return numbers[0];
-}
-float rounded_to_half(float x) { return of_half(to_half(x)); }
+float rounded_to_half(float x) { return as_float(as_half(x)); }
 
 // Whether integers make the very bits of the numbers; fills `integers`.
 bool comes_out(Fit &fit, const Format &format, float scale, float minimum) {
@@ -92,8 +80,8 @@ bool find_fit(Fit &fit, const Format &format, Guess &guess) {
 // A group of an output into its record.
 void store_group(char *record, i64 row, const Fit &fit, const Format &format) {
     Float16 *halves = (Float16 *)record;
-    halves[row] = to_half(fit.scale);
-    if (format.has_minimum) halves[PANEL + row] = to_half(fit.minimum);
+    halves[row] = as_half(fit.scale);
+    if (format.has_minimum) halves[PANEL + row] = as_half(fit.minimum);
     char *integers = record + PANEL * 2 * (1 + format.has_minimum);
     if (format.bits == 8) {
         for (int k = 0; k < GROUP; k++) integers[k * PANEL + row] = (char)fit.integers[k];

@@ -19,11 +19,7 @@ struct Fit {
 };
 
 F integers_of(F x, F inverse, F offset) { return min(max(rounded((x - offset) * inverse), splat(0.0f)), splat(15.0f)); }
-F as_half(F x) {
-    Float16 halves[LANES];
-    store(halves, x);
-    return load(halves);
-}
+F rounded_to_half(F x) { return rounded_as(x, (const Float16 *)0); }
 // 1 / x, and 0 of 0, where the numbers are all alike.
 F inverse_of(F x) {
     F zero = splat(0.0f), size = max(x, zero - x);
@@ -55,8 +51,9 @@ Fit fit_group(const F *x, i64 group) {
         F inverse = splat(15.0f + 0.1f * (float)tenths) * inverse_range, least = low;
         for (int turn = 0; turn < 2; turn++) {
             Sums of(x, group, inverse, least);
-            F scale = as_half((count * of.products - of.q * sum) * inverse_of(count * of.squares - of.q * of.q));
-            F offset = as_half((sum - scale * of.q) / count);
+            F scale =
+                rounded_to_half((count * of.products - of.q * sum) * inverse_of(count * of.squares - of.q * of.q));
+            F offset = rounded_to_half((sum - scale * of.q) / count);
             // Sum of (scale q + offset - x)^2.
             F error = squares + scale * (scale * of.squares + splat(2.0f) * (offset * of.q - of.products)) +
                       offset * (count * offset - splat(2.0f) * sum);

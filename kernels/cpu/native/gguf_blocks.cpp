@@ -12,11 +12,9 @@ struct Weight {  // the place of a block in what is made of its weight; offset: 
 };
 
 float half_at(const uint8_t *block) {
-    Float16 halves[LANES] = {};
-    float numbers[LANES];
-    memcpy(halves, block, 2);
-    store(numbers, load(halves));
-    return numbers[0];
+    Float16 half;
+    memcpy(&half, block, 2);
+    return as_float(half);
 }
 
 // Eight scales and offsets of 32 inputs, whose six bits each lie in 12 bytes behind d and dmin.
@@ -30,7 +28,7 @@ void read_scales(const uint8_t *block, const Weight &to) {
     }
 }
 
-// 64 codes: the low halves of 32 bytes, then the high ones.
+// Twice `count` codes: the low halves of `count` bytes, then the high ones.
 void read_nibbles(const uint8_t *bytes, uint8_t *codes, int count) {
     for (int i = 0; i < count; i++) codes[i] = bytes[i] & 15;
     for (int i = 0; i < count; i++) codes[count + i] = bytes[i] >> 4;

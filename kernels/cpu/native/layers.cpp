@@ -26,7 +26,7 @@ struct Layer {
 };
 
 struct Step {
-    i64 rows, num_sequences, tables_stride, element, stored_element;
+    i64 rows, num_sequences, tables_stride, element, stored_element, mlp_rows;
     i64 hidden, num_heads, num_kv_heads, head_size, num_blocks, block_size;
     const i64 *positions, *slots;
     const int32_t *block_tables, *seq_lens, *query_starts;
@@ -36,13 +36,11 @@ struct Step {
     i64 activation;
 };
 
-// So what an MLP holds in between stays in the caches. A pass of 2,048 rows of int8, SmolLM2-135M on two Zen 5 cores:
-// 456 ms in place of 942, half of which went into pages of memory that the system made and took back.
-const i64 MLP_ROWS = 256;
-
-i64 mlp_parts(i64 rows) { return (rows + MLP_ROWS - 1) / MLP_ROWS; }
 // A product has two, norms (of which some layers have fewer), rotation, attention and gates one.
-i64 phases_of_layer(i64 rows) { return 2 * PHASES_OF_PRODUCT + 5 + mlp_parts(rows) * (2 * PHASES_OF_PRODUCT + 1); }
+i64 phases_of_layer(const Step &step) {
+    i64 mlp_parts = (step.rows + step.mlp_rows - 1) / step.mlp_rows;
+    return 2 * PHASES_OF_PRODUCT + 5 + mlp_parts * (2 * PHASES_OF_PRODUCT + 1);
+}
 
 struct Pass {
     Team &team;
@@ -119,8 +117,8 @@ struct Pass {
         multiply_rows(layer.attention_out, step.update, step.attended, step.rows);
         norm(layer.mlp_norm, layer.attention_post_norm);
         i64 size = layer.mlp_out.num_in, row_bytes = size * bytes;
-        for (i64 first = 0; first < step.rows; first += MLP_ROWS) {
-            i64 rows = smaller(MLP_ROWS, step.rows - first), place = first * step.hidden * bytes;
+        for (i64 first = 0; first < step.rows; first += step.mlp_rows) {
+            i64 rows = smaller(step.mlp_rows, step.rows - first), place = first * step.hidden * bytes;
             multiply_rows(layer.mlp_in, step.inner, step.normed + place, rows);
             share(team, rows, [&](i64 row, i64) {
                 activate_row(step.element, step.activation, step.activated + row * row_bytes,
@@ -176,7 +174,7 @@ EXPORT void octavo_run_layers(const Layer *layers, i64 num_layers, const Step *s
         kinds[num_kinds++] = {tiles, count, layers[i].window};
     }
     threads = smaller(threads, items);
-    in_parallel(threads, (end - first) * phases_of_layer(step->rows), [&](Team &team) {
+    in_parallel(threads, (end - first) * phases_of_layer(*step), [&](Team &team) {
         Pass pass(team, *step);
         for (i64 i = first; i < end; i++) {
             if (i > 0) pass.after_attention(layers[i - 1]);

@@ -198,7 +198,7 @@ void multiply_panel(const PanelProduct &work, const Group *groups, i64 rows, flo
     if (rows < MOST_ROWS) next = work.panel + SOON_BYTES;
     i64 lines = next && pieces ? (bytes / CACHE_LINE + tiles * pieces - 1) / (tiles * pieces) : 0;
     i64 step = pieces * lines * CACHE_LINE;
-    const char *end = next + bytes;
+    const char *end = next ? next + bytes : 0;
     auto lines_at = [&](const char *place) { return place < end ? lines : 0; };
     alignas(CACHE_LINE) float totals[MOST_ROWS * PANEL];
     for (i64 row = 0, count = MOST_ROWS; row < rows; row += count) {

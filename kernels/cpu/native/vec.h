@@ -78,6 +78,17 @@ INLINE float as_float(Bfloat16 x) {
     memcpy(&number, &bits, 4);
     return number;
 }
+INLINE float as_float(Float16 x) {
+    Float16 halves[LANES] = {x};
+    float numbers[LANES];
+    store(numbers, load(halves));
+    return numbers[0];
+}
+INLINE Float16 as_half(float x) {
+    Float16 halves[LANES];
+    store(halves, splat(x));
+    return halves[0];
+}
 
 // The first `count` of 16 numbers, and zeros; nothing behind them is read or written.
 template <class T>
@@ -112,6 +123,11 @@ INLINE void store_some(T *p, F x, i64 count) {
 // As it comes back from memory where it lies as such elements.
 INLINE F rounded_as(F x, const float *) { return x; }
 INLINE F rounded_as(F x, const Bfloat16 *) { return float_of(shift_left<16>(rounded_to_bfloat16(x))); }
+INLINE F rounded_as(F x, const Float16 *) {
+    Float16 halves[LANES];
+    store(halves, x);
+    return load(halves);
+}
 
 // ---- functions ------------------------------------------------------------------------------------------------------
 // e^x = 2^n (1 + r + r^2 P(r)), n = round(x log2 e), r = x - n ln 2, P as in Cephes `expf`: within 1 ulp for x <= 0,

@@ -1,6 +1,6 @@
 // The words of `vec.h` for AVX2 with FMA and F16C: two registers of 8 numbers are one vector.
 #pragma once
-#include <immintrin.h>
+#include "vec_avx.h"
 
 enum { HAS_WIDE_REGISTERS = 0, HAS_PAIRS = 0 };
 
@@ -24,8 +24,7 @@ INLINE F load(const Float16 *p) {
             _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p + 1))};
 }
 INLINE F load(const E4m3 *p) {
-    __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)), 7);
-    words = _mm256_and_si256(words, _mm256_set1_epi16((int16_t)0xbf80));
+    __m256i words = halves_of(p);
     return {_mm256_cvtph_ps(_mm256_castsi256_si128(words)), _mm256_cvtph_ps(_mm256_extracti128_si256(words, 1))};
 }
 INLINE I load(const int32_t *p) {
@@ -247,16 +246,6 @@ INLINE void transpose(F r[LANES]) {
     for (int i = 0; i < 8; i++) r[i].a = top_left[i], r[8 + i].b = low_right[i];
 }
 
-// Of 16 lanes their sum or the largest, in one order: lane i with i + 8, then with i + 4, i + 2 and i + 1.
-INLINE float sum_of_eight(__m256 x) {
-    __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-}
-INLINE float largest_of_eight(__m256 x) {
-    __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-    __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
-}
+// In the order that vec_avx.h says.
 INLINE float sum_of_lanes(F x) { return sum_of_eight(_mm256_add_ps(x.a, x.b)); }
 INLINE float largest_of_lanes(F x) { return largest_of_eight(_mm256_max_ps(x.a, x.b)); }

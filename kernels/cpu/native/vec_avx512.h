@@ -1,6 +1,6 @@
 // The words of `vec.h` for AVX-512 (F, BW, DQ, VL), with its instructions for bytes and bfloat16 where they are.
 #pragma once
-#include <immintrin.h>
+#include "vec_avx.h"
 
 enum { HAS_WIDE_REGISTERS = 1 };  // 32 of 16 numbers
 
@@ -13,10 +13,7 @@ struct I {
 
 INLINE F load(const float *p) { return {_mm512_loadu_ps(p)}; }
 INLINE F load(const Float16 *p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p))}; }
-INLINE F load(const E4m3 *p) {
-    __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)), 7);
-    return {_mm512_cvtph_ps(_mm256_and_si256(words, _mm256_set1_epi16((int16_t)0xbf80)))};
-}
+INLINE F load(const E4m3 *p) { return {_mm512_cvtph_ps(halves_of(p))}; }
 INLINE I load(const int32_t *p) { return {_mm512_loadu_si512(p)}; }
 INLINE void store(float *p, F x) { _mm512_storeu_ps(p, x.v); }
 INLINE void store(Float16 *p, F x) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(x.v, 8)); }
@@ -195,17 +192,7 @@ INLINE void transpose(F r[LANES]) {
     }
 }
 
-// Of 16 lanes their sum or the largest, in one order: lane i with i + 8, then with i + 4, i + 2 and i + 1.
-INLINE float sum_of_eight(__m256 x) {
-    __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-}
-INLINE float largest_of_eight(__m256 x) {
-    __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-    __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
-}
+// In the order that vec_avx.h says.
 INLINE float sum_of_lanes(F x) {
     return sum_of_eight(_mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1)));
 }
