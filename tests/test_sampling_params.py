@@ -158,7 +158,7 @@ def test_the_wire_form_has_every_field() -> None:
     guide = pb.GuidedDecoding(choice=pb.GuidedDecoding.Choice(choices=["a", "b"]))
     expected = pb.SamplingParams(stop=["end"], guided=guide, **given)
     assert SamplingParams(stop="end", guided={"choice": ("a", "b")}, **given).to_proto() == expected
-    of_beams: dict[str, Any] = dict(n=2, temperature=0, use_beam_search=True, length_penalty=2)
+    of_beams: dict[str, Any] = dict(n=2, temperature=0, use_beam_search=True, length_penalty=2, detokenize=False)
     expected_of_beams = pb.SamplingParams(early_stopping=pb.EARLY_STOPPING_NEVER, **of_beams)
     assert SamplingParams(early_stopping="never", **of_beams).to_proto() == expected_of_beams
     sent = {field.name for message in (expected, expected_of_beams) for field, _ in message.ListFields()}
