@@ -69,16 +69,21 @@ mutants: setup
 isa: model
 	$(BIN)/python -m tests.isa all $(PYTEST_ARGS)
 
-# The tests of kernels with checks of memory and of undefined behaviour: some minutes.
+# The tests of kernels with checks of memory and of undefined behaviour, as this processor computes best, as one with AVX2
+# alone, as one without, and with AMX's tiles emulated: a quarter of an hour.
 SANITIZED := .pytest_cache/sanitized
+SANITIZED_TESTS := tests/kernels/test_cpu_*.py tests/kernels/test_int*.py tests/kernels/test_layer_stack.py \
+  tests/kernels/test_shared_*.py tests/kernels/test_sampling.py tests/kernels/test_tile_products.py
 sanitize: setup
-	$(BIN)/python kernels/cpu/native/build.py --sanitize --into $(SANITIZED)/best
-	$(call sanitized,best,) tests/kernels/test_cpu_*.py tests/kernels/test_int*.py tests/kernels/test_layer_stack.py \
-	  tests/kernels/test_shared_*.py tests/kernels/test_sampling.py -k "not triton"
-	$(BIN)/python kernels/cpu/native/build.py --sanitize --level amx-emulated --into $(SANITIZED)/amx
-	$(call sanitized,amx,KERNELS_CPU_LEVEL=amx-emulated) tests/kernels/test_tile_products.py
-sanitized = LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=16 UBSAN_OPTIONS=halt_on_error=1 $(2) \
-  KERNELS_CPU_LIBRARY=$$(ls -t $(SANITIZED)/$(1)/*.so | head -1) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:cacheprovider
+	$(call sanitized,best,)
+	$(call sanitized,avx2,--level avx2)
+	$(call sanitized,plain,--level plain)
+	$(call sanitized,amx-emulated,--level amx-emulated)
+sanitized = $(BIN)/python kernels/cpu/native/build.py --sanitize $(2) --into $(SANITIZED)/$(1) && \
+  LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=16 \
+  UBSAN_OPTIONS=halt_on_error=1 $(if $(2),KERNELS_CPU_LEVEL=$(1)) \
+  KERNELS_CPU_LIBRARY=$$(ls -t $(SANITIZED)/$(1)/*.so | head -1) OMP_NUM_THREADS=1 \
+  $(BIN)/python -m pytest -q -p no:cacheprovider $(SANITIZED_TESTS) -k "not triton"
 
 NATIVE := $(wildcard kernels/cpu/native/*.cpp kernels/cpu/native/*.h)
 lint: setup
