@@ -28,10 +28,21 @@ void read_scales(const uint8_t *block, const Weight &to) {
     }
 }
 
-// Twice `count` codes: the low halves of `count` bytes, then the high ones.
-void read_nibbles(const uint8_t *bytes, uint8_t *codes, int count) {
+// Twice `count` codes: the low halves of `count` bytes, then the high ones. Compilers make vectors of this and of the next,
+// as nothing that is written is read.
+void read_nibbles(const uint8_t *__restrict bytes, uint8_t *__restrict codes, int count) {
     for (int i = 0; i < count; i++) codes[i] = bytes[i] & 15;
     for (int i = 0; i < count; i++) codes[count + i] = bytes[i] >> 4;
+}
+
+// 128 codes from 32 below zero on: the low halves of 64 bytes, then the high ones, each beside two bits of 32 bytes.
+void read_six_bits(const uint8_t *__restrict low, const uint8_t *__restrict high, uint8_t *__restrict codes) {
+    for (int i = 0; i < 32; i++) {
+        codes[i] = (uint8_t)(((low[i] & 15) | (high[i] & 3) << 4) - 32);
+        codes[32 + i] = (uint8_t)(((low[32 + i] & 15) | (high[i] >> 2 & 3) << 4) - 32);
+        codes[64 + i] = (uint8_t)((low[i] >> 4 | (high[i] >> 4 & 3) << 4) - 32);
+        codes[96 + i] = (uint8_t)((low[32 + i] >> 4 | high[i] >> 6 << 4) - 32);
+    }
 }
 
 void read_block(i64 kind, const uint8_t *block, const Weight &to) {
@@ -44,15 +55,8 @@ void read_block(i64 kind, const uint8_t *block, const Weight &to) {
     } else if (kind == Q6_K) {
         float d = half_at(block + 208);
         for (int i = 0; i < 16; i++) to.scale[i] = d * (float)(int8_t)block[192 + i];
-        for (int half = 0; half < 2; half++) {
-            const uint8_t *low = block + 64 * half, *high = block + 128 + 32 * half;
-            for (int part = 0; part < 4; part++) {
-                uint8_t *codes = to.codes + 128 * half + 32 * part;
-                const uint8_t *bytes = low + part % 2 * 32;
-                for (int i = 0; i < 32; i++)
-                    codes[i] = (uint8_t)(((bytes[i] >> part / 2 * 4 & 15) | (high[i] >> 2 * part & 3) << 4) - 32);
-            }
-        }
+        for (int half = 0; half < 2; half++)
+            read_six_bits(block + 64 * half, block + 128 + 32 * half, to.codes + 128 * half);
     } else {
         read_scales(block, to);
         const uint8_t *bytes = block + (kind == Q4_K ? 16 : 48);

@@ -56,9 +56,7 @@ def pack_quantized(weight: QuantizedWeight) -> RecordWeight | None:
         return None
     if codes is Codes.UINT4 and weight.zero is not None and bool((weight.zero == _INT4_ZERO).all()):
         codes = Codes.INT4
-    times = _TIMES.get(codes, 1.0)
-    scales = weight.scale * times
-    if not bool(scales.isfinite().all()) or not torch.equal(scales / times, weight.scale):
+    if (scales := _times(weight.scale, _TIMES.get(codes, 1.0))) is None:
         return None
     kept = _with_lines(codes, group, scales, weight) or _with_factors(codes, group, scales, weight)
     if kept is None:
@@ -162,5 +160,16 @@ def _in_words(kind: Codes, codes: torch.Tensor) -> torch.Tensor:
     return words
 
 
+def _times(scales: torch.Tensor, times: float) -> torch.Tensor | None:
+    """None where some are not finite, or are not themselves again when they are divided."""
+    if times != 1.0:
+        scales, given = scales * times, scales
+        if not torch.equal(scales / times, given):
+            return None
+    least, most = torch.aminmax(scales)  # NaN where there is one
+    return scales if bool(torch.isfinite(least) & torch.isfinite(most)) else None
+
+
 def _fits_float16(numbers: torch.Tensor) -> bool:
-    return torch.equal(numbers.half().float(), numbers)
+    """Those that do not show so in the first row, nearly always."""
+    return all(torch.equal(some.half().float(), some) for some in (numbers[:1], numbers))

@@ -52,16 +52,16 @@ def take_quantized(
         sizes_of_names: Sequence[int] = [sum(sizes)]
     else:
         rows_of_names, sizes_of_names = [[part] for part in outputs], sizes
-    parts: list[_Part] = []
+    parts: list[list[_Part]] = []  # that are one product each
     for name, size, rows in zip(names, sizes_of_names, rows_of_names, strict=True):
         part = _take(weights, name, size, in_features, [some for some in rows if some], inputs, is_biased)
         if num_turns > 1:
             part = _turned(part, sizes, num_turns)
-        if parts and (joined := _joined(parts[-1], part)) is not None:
-            parts[-1] = joined
+        if parts and _fit_together(parts[-1][-1], part):
+            parts[-1].append(part)
         else:
-            parts.append(part)
-    return side_by_side_products([_made(weights, part, is_exact) for part in parts])
+            parts.append([part])
+    return side_by_side_products([_made(weights, _joined(some), is_exact) for some in parts])
 
 
 def drop_zero_biases(weights: Weights, names: Sequence[str], sizes: Sequence[int]) -> None:
@@ -95,14 +95,22 @@ def _turned(part: _Part, sizes: Sequence[int], num_turns: int) -> _Part:
     return replace(part, weight=turned, bias=None if part.bias is None else in_order(part.bias, sizes, num_turns))
 
 
-def _joined(one: _Part, other: _Part) -> _Part | None:
-    bias = None if one.bias is None or other.bias is None else torch.cat([one.bias, other.bias])
+def _fit_together(one: _Part, other: _Part) -> bool:
     if isinstance(one.weight, QuantizedWeight) and isinstance(other.weight, QuantizedWeight):
-        fit = fit_together(one.weight, other.weight)
-        return _Part(one.kind, one.name, side_by_side([one.weight, other.weight]), bias) if fit else None
-    if isinstance(one.weight, torch.Tensor) and isinstance(other.weight, torch.Tensor):
-        return _Part("", one.name, torch.cat([one.weight, other.weight]), bias)
-    return None
+        return fit_together(one.weight, other.weight)
+    return isinstance(one.weight, torch.Tensor) and isinstance(other.weight, torch.Tensor)
+
+
+def _joined(parts: Sequence[_Part]) -> _Part:
+    """Those that `_fit_together`, one after the other."""
+    first, *others = parts
+    if not others:
+        return first
+    biases = [part.bias for part in parts if part.bias is not None]
+    quantized = [part.weight for part in parts if isinstance(part.weight, QuantizedWeight)]
+    plain = [part.weight for part in parts if isinstance(part.weight, torch.Tensor)]
+    weight = side_by_side(quantized) if quantized else torch.cat(plain)
+    return _Part(first.kind, first.name, weight, torch.cat(biases) if biases else None)
 
 
 def _made(weights: Weights, part: _Part, is_exact: bool) -> Layer:
