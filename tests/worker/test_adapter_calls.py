@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from tests.worker.fake_model import prefill, slots_u16, tokens_of
 from tests.worker.test_lease import Stream
 from worker_svc.adapters.adapter_folder import Adapter
 from worker_svc.adapters.adapter_set import AdapterSet
+from worker_svc.adapters.errors import AdapterError
 from worker_svc.config import WorkerConfig
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder import Decoder
@@ -28,6 +30,7 @@ from worker_svc.models.loader import load_model
 from worker_svc.models.parts import ModelPart
 from worker_svc.parallel.ranks import OnlyRank
 from worker_svc.server import WorkerServer
+from worker_svc.service import adapter_reads
 from worker_svc.steps.model_runner import ModelRunner
 from worker_svc.steps.worker import Worker
 from worker_svc.tokenizers.tokenizer_files import TokenizerFiles
@@ -190,6 +193,37 @@ async def test_a_worker_is_asked_for_all_that_it_may_have_at_once(
         names = [f"a{number}" for number in range(80)]
         await asyncio.gather(*(setup.load(name, stream.epoch) for name in names))
         assert await setup.loaded() == dict.fromkeys(names, 1)
+
+
+async def test_adapters_that_no_disk_gives_keep_others_waiting_for_a_while_only(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether their callers wait on or have given up; and there are only so many."""
+    monkeypatch.setattr(adapter_reads, "SLOW_S", 0.2)
+    read, disk_answers, folder = AdapterSet.read, threading.Event(), setup.folder
+
+    def read_or_hang(adapters: AdapterSet, path: str) -> Adapter:
+        if path != folder:
+            disk_answers.wait()
+        return read(adapters, folder)
+
+    monkeypatch.setattr(AdapterSet, "read", read_or_hang)
+    stream = await setup.open()
+    hung = [asyncio.create_task(setup.load(f"h{n}", stream.epoch, folder=f"/of/another/{n}")) for n in range(8)]
+    await asyncio.sleep(0.1)
+    for task in hung[:4]:
+        task.cancel()
+    async with asyncio.timeout(10):
+        await setup.load("healthy", stream.epoch)
+    assert await setup.loaded() == {"healthy": 1}
+    reads = adapter_reads.AdapterReads(most=1)
+    waiting = asyncio.create_task(reads.read(disk_answers.wait))  # type: ignore[arg-type]
+    await asyncio.sleep(0.01)
+    with pytest.raises(AdapterError, match="1 adapters are being read already"):
+        await reads.read(disk_answers.wait)  # type: ignore[arg-type]
+    disk_answers.set()
+    assert await waiting
+    await asyncio.gather(*hung, return_exceptions=True)
 
 
 async def test_a_path_that_is_none_has_its_reason(setup: Setup) -> None:

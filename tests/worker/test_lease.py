@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -241,6 +242,48 @@ async def test_the_holder_is_told_when_another_one_lacks_the_worker(setup: Setup
     assert notice.HasField("wanted")
     with pytest.raises(TimeoutError):  # once: for the second, not for the first
         await asyncio.wait_for(holder.wait_for("notice"), 0.3)
+
+
+@pytest.mark.parametrize("what", ["wanted", "draining"])
+async def test_a_lease_is_granted_before_anything_else_is_said(setup: Setup, what: str) -> None:
+    may_go_on, stream = threading.Event(), Stream(setup.stub.Execute())
+    setup.worker.thread.call(may_go_on.wait)  # the lease waits for what the model does
+    await stream.send(open=worker_pb2.OpenLease(settings_id=setup.settings_id))
+    await eventually(lambda: _is_leased(setup))
+    finishing = None
+    if what == "wanted":
+        other = setup.stub.Execute()
+        opening = worker_pb2.OpenLease(settings_id=setup.settings_id, is_wanted=True)
+        await other.write(worker_pb2.StepRequest(open=opening))
+        assert await code_of(other.read()) == grpc.StatusCode.FAILED_PRECONDITION
+    else:
+        finishing = asyncio.create_task(setup.server.service.finish(5.0))
+        await asyncio.sleep(0)  # it begins
+    may_go_on.set()
+    notices = [(await stream.wait_for("notice")).WhichOneof("notice") for _ in range(2)]
+    assert notices == ["lease", what]
+    await stream.call.done_writing()
+    if finishing is not None:
+        await finishing
+
+
+async def test_sizes_do_not_change_under_a_lease_that_begins_meanwhile(setup: Setup) -> None:
+    """Where others were asked for before it."""
+    may_go_on = threading.Event()
+    setup.worker.thread.call(may_go_on.wait)
+    other = asyncio.ensure_future(setup.stub.Initialize(worker_pb2.InitializeRequest(max_num_seqs=1, max_model_len=8)))
+    await asyncio.sleep(0.2)  # it waits for the model
+    opening = asyncio.create_task(setup.open())
+    await eventually(lambda: _is_leased(setup))
+    may_go_on.set()
+    stream = await opening
+    assert await code_of(other) == grpc.StatusCode.FAILED_PRECONDITION
+    assert (await stream.run(prefill(1, [[3]]))).status == worker_pb2.STEP_STATUS_OK
+
+
+async def _is_leased(setup: Setup) -> bool:
+    info = await setup.stub.GetInfo(worker_pb2.GetInfoRequest())
+    return bool(info.lifecycle == worker_pb2.WORKER_LIFECYCLE_LEASED)
 
 
 async def test_wrong_settings_or_first_message_are_refused(setup: Setup) -> None:

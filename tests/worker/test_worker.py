@@ -34,6 +34,7 @@ from tests.worker.fake_model import (
 from tests.worker.replayed_graphs import ReplayedGraphs
 from worker_svc.cache.cache_sizing import CacheSizes, size_cache
 from worker_svc.config import WorkerConfig
+from worker_svc.errors import StartupError
 from worker_svc.host.graph_backend import GraphBackend
 from worker_svc.host.memory import GIB
 from worker_svc.steps.decode_graphs import batch_sizes
@@ -138,6 +139,53 @@ def test_a_lease_ends_when_the_outputs_of_its_steps_are_here() -> None:
     run.submit(decode(2, [0]))
     run.worker.begin(2).result(DEADLINE_S)
     assert run.model.num_forwards == run.num_forwards + 1
+
+
+def test_a_lease_of_sizes_that_are_being_replaced_is_refused() -> None:
+    run, has_begun, may_go_on = Run(), threading.Event(), threading.Event()
+    run.worker.end().result(DEADLINE_S)
+
+    def release() -> None:
+        has_begun.set()
+        may_go_on.wait()
+
+    run.worker._runner.release_cache = release  # type: ignore[method-assign]
+    replaced = run.worker.initialize(replace(run.worker.bounds, max_num_seqs=1))
+    assert has_begun.wait(DEADLINE_S)
+    begun = run.worker.begin(2)
+    may_go_on.set()
+    assert replaced.result(DEADLINE_S).max_num_seqs == 1
+    with pytest.raises(StartupError, match="Initialize again"):
+        begun.result(DEADLINE_S)
+
+
+def test_a_step_is_answered_where_memory_cannot_be_given_back() -> None:
+    run = Run()
+    run.outputs.may_arrive.set()
+
+    def give_back() -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    assert run.worker._pipeline is not None
+    run.worker._pipeline._give_back_memory = give_back
+    run.model.error = MemoryError()
+    run.submit(prefill(1, [[3]]))
+    wait_until(lambda: len(run.results) == 1, seconds=DEADLINE_S)
+    assert run.results[0].status == worker_pb2.STEP_STATUS_FAILED and not run.ends.is_set()
+    run.worker.end().result(DEADLINE_S)
+
+
+def test_the_process_ends_where_steps_cannot_be_answered() -> None:
+    run = Run()
+
+    def settle() -> None:
+        raise AssertionError("a mistake of ours")
+
+    assert run.worker._pipeline is not None
+    run.worker._pipeline.settle = settle  # type: ignore[method-assign]
+    with pytest.raises(AssertionError):
+        run.worker.end().result(DEADLINE_S)
+    assert run.ends.is_set()
 
 
 def test_drained_means_answered() -> None:

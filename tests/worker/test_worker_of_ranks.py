@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -95,10 +95,10 @@ class Ranks:
         while (command := self.commands.get()) is not None:
             self.other.thread.submit(partial(self.other.follow, command))
 
-    def load(self, name: str, epoch: int = 1) -> Future[None]:
+    def load(self, name: str, epoch: int = 1, is_given_up: Callable[[], bool] = lambda: False) -> Future[None]:
         """As the servicer does it: read by rank 0 already."""
         request = worker_pb2.LoadAdapterRequest(name=name, path="a-folder", generation=1, epoch=epoch)
-        return self.first.load_adapter(request, self.adapters[0].read(request.path))
+        return self.first.load_adapter(request, self.adapters[0].read(request.path), is_given_up)
 
     def step(self, step: worker_pb2.Step, epoch: int = 1) -> None:
         """Until both have computed it."""
@@ -171,6 +171,20 @@ def test_an_adapter_whose_lease_ends_while_it_is_read_is_loaded_by_nobody(ranks:
         late.result(DEADLINE_S)
     following.result(DEADLINE_S)
     ranks.check_loaded("following")
+
+
+def test_an_adapter_that_nobody_waits_for_any_more_is_loaded_by_nobody(ranks: Ranks) -> None:
+    """Its scheduler takes it for one that is not here, and would never have it unloaded."""
+    ranks.adapters[1].may_read.clear()
+    is_given_up = threading.Event()
+    loading = ranks.load("late", is_given_up=is_given_up.is_set)
+    is_given_up.set()
+    ranks.adapters[1].may_read.set()
+    with pytest.raises(AdapterError, match="given up"):
+        loading.result(DEADLINE_S)
+    assert [list(adapters.names) for adapters in ranks.adapters] == [[], []]
+    ranks.load("another").result(DEADLINE_S)
+    assert [list(adapters.names) for adapters in ranks.adapters] == [["another"], ["another"]]
 
 
 def test_a_rank_that_fails_alone_in_a_later_initialize_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:

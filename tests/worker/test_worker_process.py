@@ -433,10 +433,13 @@ def process(
     sizes = "--kv-cache-memory=0.0005", "--max-model-len=auto"
     arguments = f"--model={config.model}", "--port=0", "--load-format=dummy", *sizes
     with started(*arguments, is_forked=request.param == "forked") as (process, said):
-        for line in said:
-            if (event := json.loads(line))["event"] == "worker ready":
-                break
-        yield process, event["address"]
+        yield process, _ready(said)["address"]
+
+
+def _ready(said: TextIO) -> dict[str, Any]:
+    """What a worker says when it is ready."""
+    events: Iterator[dict[str, Any]] = map(json.loads, said)
+    return next(event for event in events if event["event"] == "worker ready")
 
 
 @pytest.mark.parametrize(
@@ -462,6 +465,30 @@ def test_process_serves_and_ends_promptly(
     worker.send_signal(number)
     assert worker.wait(timeout=60) == 0
     assert time.monotonic() - signalled < 5
+
+
+def test_a_process_ends_promptly_under_an_adapter_that_no_disk_gives(config: WorkerConfig, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "adapter_config.json")  # whoever opens it waits for its writer
+    with started(f"--model={config.model}", "--port=0", "--load-format=dummy", "--enable-lora") as (worker, said):
+        with grpc.insecure_channel(_ready(said)["address"], options=CHANNEL_OPTIONS) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            settings_id = stub.Initialize(worker_pb2.InitializeRequest()).settings_id
+            may_end = threading.Event()
+
+            def messages() -> Iterator[worker_pb2.StepRequest]:
+                yield worker_pb2.StepRequest(open=worker_pb2.OpenLease(settings_id=settings_id))
+                may_end.wait()
+
+            answers = stub.Execute(messages())
+            lease = next(answers).notice.lease
+            request = worker_pb2.LoadAdapterRequest(name="hung", path=str(tmp_path), generation=1, epoch=lease.epoch)
+            loading = stub.LoadAdapter.future(request)
+            time.sleep(0.5)
+            assert not loading.done()
+            may_end.set()
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(timeout=30) == 0
+        assert "worker stopped" in said.read()
 
 
 def measure_for_ever(arguments: list[str], begun: Connection) -> None:

@@ -100,9 +100,9 @@ class PeftConfig:
 
     def check_patterns(self, modules: Sequence[str]) -> None:
         """Raises AdapterError where a pattern takes too long over one of these: a strange one may need years, and holds
-        up every thread meanwhile. So they are tried in a process that can be ended, where they repeat anything."""
+        up every thread meanwhile. So those that may match in several ways are tried in a process that can be ended."""
         whole = [each for each in (self.targets, self.excluded) if isinstance(each, str)]
-        patterns = [each for each in (*self.rank_pattern, *self.alpha_pattern, *whole) if re.search(r"[*+{]", each)]
+        patterns = [each for each in (*self.rank_pattern, *self.alpha_pattern, *whole) if re.search(r"[*+?{|]", each)]
         if not patterns:
             return
         command = [sys.executable, "-I", "-S", "-c", _MATCH_ALL]

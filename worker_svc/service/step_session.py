@@ -63,10 +63,14 @@ class StepSession:
         self._used_s = time.monotonic()  # when a step came last, or an answer went
 
     async def run(self) -> None:
-        """Returns when the scheduler has closed the stream or the worker has drained. Raises LeaseExpired."""
+        """Returns when the scheduler has closed the stream or the worker has drained. Raises LeaseExpired, and
+        StartupError where the worker has other sizes by now."""
         granted = await asyncio.wrap_future(self._worker.begin(self._lease.epoch))
         granted.instance_id, granted.epoch = self._instance_id, self._lease.epoch
-        self._say(notice=worker_pb2.Notice(lease=granted))
+        meanwhile, self._outbox = self._outbox, asyncio.Queue()
+        self._say(notice=worker_pb2.Notice(lease=granted))  # before all others
+        while not meanwhile.empty():
+            self._outbox.put_nowait(meanwhile.get_nowait())
         writer = asyncio.create_task(self._write())
         others = [asyncio.create_task(work()) for work in (self._read, self._beat, self._expire, self._drain)]
         try:

@@ -6,9 +6,11 @@ Runs on the event loop; never touches the model.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator
+from functools import partial
 
 import grpc
 import structlog
@@ -21,6 +23,7 @@ from worker_svc.config import AUTO
 from worker_svc.errors import StartupError
 from worker_svc.host.compute_threads import bfloat16_instructions
 from worker_svc.models import ModelConfig
+from worker_svc.service.adapter_reads import AdapterReads
 from worker_svc.service.call_limit import CallLimit, refuse
 from worker_svc.service.lease import Lease, LeaseDesk, LeaseHeld
 from worker_svc.service.step_session import LeaseExpired, StepSession
@@ -57,7 +60,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._streams = CallLimit("open streams", MAX_STREAMS)
         self._initializing = CallLimit("calls of Initialize that wait", MAX_INITIALIZING)
         # A worker that joins is asked at once for all that are loaded, and nobody would ask again for one refused here.
-        self._loading = CallLimit("adapters that are read", max(MIN_LOADING, 2 * worker.config.max_cpu_loras))
+        most_loading = max(MIN_LOADING, 2 * worker.config.max_cpu_loras)
+        self._loading, self._reads = CallLimit("adapters that are read", most_loading), AdapterReads(most_loading)
         self._tokenizer_calls = CallLimit("calls of GetTokenizer", MAX_TOKENIZER_CALLS)
 
     # ---- Handshake --------------------------------------------------------------------------------------------------
@@ -154,11 +158,15 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         adapters = self._worker.adapters
         if adapters is None:
             await refuse(context, grpc.StatusCode.UNIMPLEMENTED, _NO_ADAPTERS)
+        is_given_up = threading.Event()
         async with self._loading.admit(context):
             try:
                 self._worker.check_epoch(request.epoch)
-                adapter = await asyncio.to_thread(adapters.read, request.path)
-                await asyncio.wrap_future(self._worker.load_adapter(request, adapter))
+                adapter = await self._reads.read(partial(adapters.read, request.path))
+                await asyncio.wrap_future(self._worker.load_adapter(request, adapter, is_given_up.is_set))
+            except asyncio.CancelledError:
+                is_given_up.set()
+                raise
             except AdapterError as error:
                 await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         log.info("adapter loaded", adapter=request.name, path=request.path, generation=request.generation)
@@ -200,6 +208,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         except LeaseExpired as error:
             log.warning("lease expired", epoch=lease.epoch)
             await refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
+        except StartupError as error:
+            await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         finally:
             self._session = None
             self._leases.end(lease)

@@ -29,6 +29,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
@@ -230,7 +231,8 @@ class StepPipeline:
         failed = self._flights[0]
         if is_out_of_memory(error):
             traceback.clear_frames(error.__traceback__)  # they hold what the step had got
-            self._give_back_memory()
+            with suppress(Exception):  # the step is answered all the same
+                self._give_back_memory()
         if isinstance(error, ProtocolError):  # a fault of the scheduler's; where it was found says nothing
             log.warning("step refused", step=failed.step_id, why=str(error))
         else:

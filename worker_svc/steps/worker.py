@@ -126,11 +126,14 @@ class Worker:
         return self._limits == limits
 
     def initialize(self, limits: Limits) -> Future[worker_pb2.InitializeResponse]:
-        """Measures a step (the first time), sizes and allocates the cache. The future may hold a StartupError."""
+        """Measures a step (the first time), sizes and allocates the cache. The future may hold a StartupError, also of
+        other limits than those of a lease that has begun meanwhile."""
         return self.thread.call(lambda: self._initialize(limits))
 
     def _initialize(self, limits: Limits) -> worker_pb2.InitializeResponse:
         """The process ends where a rank of a group fails in that alone: the others wait for it, now or next time."""
+        if self._epoch and not self.is_initialized_for(limits):
+            raise StartupError("other settings are refused while a scheduler holds the lease")
         row = TerminalRow()
         try:
             return self._initialize_for(limits, row)
@@ -262,9 +265,10 @@ class Worker:
     # ---- Leases -----------------------------------------------------------------------------------------------------
 
     def begin(self, epoch: int) -> Future[worker_pb2.LeaseGranted]:
-        """Accepts steps of `epoch` from now on, on an empty mirror. Returns what is known of the steps before them."""
-        self._epoch = epoch
-        return self.thread.call(self._reset)
+        """Accepts steps of `epoch` from now on, on an empty mirror. Returns what is known of the steps before them. The
+        future may hold a StartupError: the sizes that stand now have been replaced before it was begun."""
+        self._epoch, sizes = epoch, self._sizes
+        return self.thread.call(lambda: self._begin(sizes))
 
     def end(self) -> Future[None]:
         """Drops steps that have not started; the future is done when those that have started are over."""
@@ -276,8 +280,20 @@ class Worker:
         return self.thread.call(self._settle)
 
     def _settle(self) -> None:
-        if self._pipeline is not None:
+        """The process ends where steps cannot be answered: no scheduler would get a lease again."""
+        if self._pipeline is None:
+            return
+        try:
             self._pipeline.settle()
+        except Exception:
+            log.exception("steps cannot be answered")
+            self._end_process()
+            raise
+
+    def _begin(self, sizes: worker_pb2.InitializeResponse | None) -> worker_pb2.LeaseGranted:
+        if self._sizes is not sizes:
+            raise StartupError("settings have changed meanwhile: Initialize again")
+        return self._reset()
 
     def _reset(self) -> worker_pb2.LeaseGranted:
         assert self._sizes is not None, "a lease before Initialize"
@@ -315,18 +331,31 @@ class Worker:
         """What requests may use beside the model; None: this worker takes none."""
         return self._runner.adapters
 
-    def load_adapter(self, request: worker_pb2.LoadAdapterRequest, adapter: Adapter) -> Future[None]:
+    def load_adapter(
+        self,
+        request: worker_pb2.LoadAdapterRequest,
+        adapter: Adapter,
+        is_given_up: Callable[[], bool] = lambda: False,
+    ) -> Future[None]:
         """Groups of later steps may use it; steps run on while other ranks read it. The future may hold an
-        AdapterError."""
-        if self._group is None:
-            return self.thread.call(lambda: self._load_adapter(request, adapter))
-        return self._reader_thread().call(lambda: self._load_on_all_ranks(request, adapter))
+        AdapterError. `is_given_up`: whether nobody waits for it any more, who could unload it."""
 
-    def _load_on_all_ranks(self, request: worker_pb2.LoadAdapterRequest, adapter: Adapter) -> None:
+        def load() -> None:
+            if is_given_up():
+                raise AdapterError("whoever asked for it has given up")
+            self._load_adapter(request, adapter)
+
+        if self._group is None:
+            return self.thread.call(load)
+        return self._reader_thread().call(lambda: self._load_on_all_ranks(request, adapter, load))
+
+    def _load_on_all_ranks(
+        self, request: worker_pb2.LoadAdapterRequest, adapter: Adapter, load: Callable[[], None]
+    ) -> None:
         """On rank 0, one adapter after another: no rank has two that are read and not loaded yet."""
         self.thread.call(lambda: self._begin_reading(request)).result()
         self._read_on_all_ranks(request.path, adapter)
-        self.thread.call(lambda: self._load_adapter(request, adapter)).result()
+        self.thread.call(load).result()
 
     def _read_on_all_ranks(self, path: str, adapter: Adapter | None = None) -> Adapter:
         assert self._runner.adapters is not None and self._group is not None
