@@ -73,7 +73,7 @@ isa: model
 # alone, as one without, and with AMX's tiles emulated: a quarter of an hour.
 SANITIZED := .pytest_cache/sanitized
 SANITIZED_TESTS := tests/kernels/test_cpu_*.py tests/kernels/test_int*.py tests/kernels/test_layer_stack.py \
-  tests/kernels/test_shared_*.py tests/kernels/test_sampling.py tests/kernels/test_tile_products.py
+  tests/kernels/test_shared_*.py tests/kernels/test_sampling.py
 sanitize: setup
 	$(call sanitized,best,)
 	$(call sanitized,avx2,--level avx2)
@@ -83,7 +83,8 @@ sanitized = $(BIN)/python kernels/cpu/native/build.py --sanitize $(2) --into $(S
   LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=16 \
   UBSAN_OPTIONS=halt_on_error=1 $(if $(2),KERNELS_CPU_LEVEL=$(1)) \
   KERNELS_CPU_LIBRARY=$$(ls -t $(SANITIZED)/$(1)/*.so | head -1) OMP_NUM_THREADS=1 \
-  $(BIN)/python -m pytest -q -p no:cacheprovider $(SANITIZED_TESTS) -k "not triton"
+  $(BIN)/python -m pytest -q -p no:cacheprovider --timeout 900 $(SANITIZED_TESTS) \
+  $(if $(findstring amx,$(1)),tests/kernels/test_tile_products.py) -k "not triton"
 
 NATIVE := $(wildcard kernels/cpu/native/*.cpp kernels/cpu/native/*.h)
 lint: setup

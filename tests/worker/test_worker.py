@@ -141,6 +141,28 @@ def test_a_lease_ends_when_the_outputs_of_its_steps_are_here() -> None:
     assert run.model.num_forwards == run.num_forwards + 1
 
 
+def test_what_a_lease_withdrew_at_its_end_is_not_told_to_the_next_one() -> None:
+    run, has_begun, may_go_on = Run(), threading.Event(), threading.Event()
+    run.outputs.may_arrive.set()
+    step = prefill(1, [[3, 4, 5, 6, 7]])
+    step.cached_blocks.block_ids_u32, step.cached_blocks.hashes = u32([0]), bytes(32)
+    run.submit(step)
+    wait_until(lambda: len(run.results) == 1, seconds=DEADLINE_S)
+
+    def wait() -> None:
+        has_begun.set()
+        may_go_on.wait()
+
+    run.worker.thread.submit(wait)
+    assert has_begun.wait(DEADLINE_S)
+    run.submit(worker_pb2.Step(step_id=2, forgets_all_blocks=True))
+    ended = run.worker.end()
+    may_go_on.set()
+    ended.result(DEADLINE_S)
+    assert run.worker.begin(2).result(DEADLINE_S).cached_blocks.block_ids_u32 == b""
+    assert len(run.results) == 1
+
+
 def test_a_lease_of_sizes_that_are_being_replaced_is_refused() -> None:
     run, has_begun, may_go_on = Run(), threading.Event(), threading.Event()
     run.worker.end().result(DEADLINE_S)

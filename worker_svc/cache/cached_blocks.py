@@ -145,11 +145,12 @@ class CachedBlocks:
         if not blocks.size:
             return blocks, []
         check_below(blocks, self._num_blocks, "cached_blocks")
-        num_bytes = len(step.cached_blocks.hashes)
+        all_hashes = step.cached_blocks.hashes
+        num_bytes = len(all_hashes)
         size, rest = divmod(num_bytes, len(blocks))
         if rest or not 0 < size <= MAX_HASH_BYTES:
             raise ProtocolError(f"cached_blocks has {num_bytes} bytes of hashes for {len(blocks)} blocks")
-        hashes = [step.cached_blocks.hashes[at : at + size] for at in range(0, num_bytes, size)]
+        hashes = [all_hashes[at : at + size] for at in range(0, num_bytes, size)]
         if min(len(set(hashes)), len(set(blocks.tolist()))) < len(blocks):
             raise ProtocolError("cached_blocks names a block or a content twice")
         return blocks, hashes

@@ -420,8 +420,10 @@ class Worker:
         self.thread.submit(lambda: self._take(epoch, step, arrived_ns, deliver))
 
     def _take(self, epoch: int, step: worker_pb2.Step, arrived_ns: int, deliver: Deliver) -> None:
-        if epoch != self._epoch:
-            return  # of a lease that has ended
+        if epoch != self._epoch:  # of a lease that has ended
+            with contextlib.suppress(ProtocolError):
+                self._cached_blocks.forget(step)  # whether the step is run or not
+            return
         assert self._pipeline is not None, "a step before a lease"
         self._tell(step=step)
         if self._giving_way is not None:
