@@ -200,12 +200,22 @@ class Admission:
         for group in (waiting.peek(), waiting.peek_trial()):
             if group is None:
                 continue
-            while self._overruled(group) and self.can_admit(group) is AllocStatus.LATER:
+            while (overruled := self._overruled(group)) and self.can_admit(group) is AllocStatus.LATER:
+                if not self._may_fit_without(overruled, group):
+                    break
                 self._overrule(group, plan)
         late = self._groups.next_late() if self._groups.expanding else None
         if late is not None:
             while self._overruled(late.group) and not self._can_seat(late):
                 self._overrule(late.group, plan)
+
+    def _may_fit_without(self, others: list[SequenceGroup], group: SequenceGroup) -> bool:
+        """Whether a group that waits may find slots and blocks once these have given way: they would for nothing where
+        the rest is held by groups that stay. What they share with those counts as theirs."""
+        slots = [sequence.slot for other in others for sequence in other.sequences if sequence.slot >= 0]
+        num_blocks = self._blocks.num_free_blocks + int(self._groups.columns.num_blocks[slots].sum())
+        num_slots = self._groups.num_free_slots_for(group) + len(slots)
+        return group.num_slots <= num_slots and self._blocks.num_blocks_to_take(group) <= num_blocks
 
     def _overruled(self, group: SequenceGroup) -> list[SequenceGroup]:
         return [other for other in self._groups.running if self._policy.overrules(group, other)]

@@ -6,6 +6,7 @@ as long (6 us a step).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -75,6 +76,11 @@ class Introduction:
     sequence: Sequence
     num_computed_tokens: int
     same_as: Sequence | None = None
+
+
+def introduced_groups(introductions: Iterable[Introduction]) -> list[SequenceGroup]:
+    """Whose sequences are introduced, each once, in the order of their first ones: as a message has them."""
+    return list(dict.fromkeys(each.sequence.group for each in introductions))
 
 
 @dataclass(slots=True)

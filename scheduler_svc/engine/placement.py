@@ -87,8 +87,8 @@ class Placement:
                     return
 
     def end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
-        """Ends a group that has not ended by itself, wherever it is."""
-        if group.is_finished:
+        """Ends a group that has not ended by itself, wherever it is; does nothing to one that was never taken."""
+        if group.is_finished or not self._live.has(group):
             return
         self._release(group)
         self.tell_end(group, reason, message)

@@ -9,7 +9,7 @@ import structlog
 from octavo.shared.log import trace
 from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.core.sequences.group_fault import GroupFault
-from scheduler_svc.core.step_plan import SchedulerOutputs, groups_of
+from scheduler_svc.core.step_plan import SchedulerOutputs, groups_of, introduced_groups
 from scheduler_svc.engine.failures import FAULTS_OVER, Failures
 from scheduler_svc.engine.messages.step_encoder import UnsendableGroup, encode_request
 from scheduler_svc.engine.placement import Placement
@@ -102,7 +102,7 @@ class StepSender:
             self._failures.take_back_unsent(worker)
             return False
         except Exception as fault:
-            introduced = {introduction.sequence.group for introduction in outputs.introductions}
+            introduced = set(introduced_groups(outputs.introductions))
             self._failures.start_over(worker, fault, introduced | groups_of(outputs.rows))
             return False
         sent_ns = self._clock()

@@ -63,6 +63,10 @@ _Lock = type(threading.Lock())
 _ITERATORS: tuple[type, ...] = (type(iter(list[int]())), type(iter(())))
 
 
+class TooLarge(Exception):
+    """The state has more bytes than an image may."""
+
+
 class NoImage(Exception):
     """There is something in the state that an image cannot have."""
 
@@ -94,12 +98,13 @@ class Image(NamedTuple):
     num_bytes: int
 
 
-def image_of(roots: Mapping[str, Any], numbers: Mapping[WorkerHandle, int]) -> Image:
-    """The image of all that can be reached. `numbers`: of the workers. Raises NoImage."""
+def image_of(roots: Mapping[str, Any], numbers: Mapping[WorkerHandle, int], most_bytes: int) -> Image:
+    """The image of all that can be reached. `numbers`: of the workers. Raises NoImage, and TooLarge for more than
+    `most_bytes`."""
     is_collected = gc.isenabled()
     gc.disable()  # which would look at everything there is, for the many small objects that are made here
     try:
-        return _Walk(numbers).image(roots)
+        return _Walk(numbers, most_bytes).image(roots)
     finally:
         if is_collected:
             gc.enable()
@@ -108,8 +113,8 @@ def image_of(roots: Mapping[str, Any], numbers: Mapping[WorkerHandle, int]) -> I
 class _Walk:
     """One walk."""
 
-    def __init__(self, numbers: Mapping[WorkerHandle, int]) -> None:
-        self._numbers = numbers
+    def __init__(self, numbers: Mapping[WorkerHandle, int], most_bytes: int) -> None:
+        self._numbers, self._most_bytes = numbers, most_bytes
         self._number_of: dict[int, int] = {}  # nodes by the id of what they are of
         self._nodes: list[Node] = []
         self._to_visit: list[Any] = []
@@ -121,6 +126,8 @@ class _Walk:
         while index < len(self._to_visit):  # nodes are numbered in the order in which they are met
             self._nodes.append(self._node(self._to_visit[index]))
             index += 1
+            if self._num_bytes + NODE_BYTES * len(self._to_visit) > self._most_bytes:
+                raise TooLarge(f"its state has over {self._most_bytes} bytes, too many for --flight-recorder-memory")
         workers = tuple(number for worker, number in self._numbers.items() if id(worker) in self._number_of)
         return Image(self._nodes, named, workers, self._num_bytes + NODE_BYTES * len(self._nodes))
 

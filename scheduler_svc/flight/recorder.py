@@ -20,9 +20,9 @@ from octavo.shared.log import trace
 from protos import worker_pb2
 from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.step_plan import Answer, NewTokens, ScheduledRows, SchedulerOutputs
+from scheduler_svc.core.step_plan import Answer, NewTokens, ScheduledRows, SchedulerOutputs, introduced_groups
 from scheduler_svc.flight.entries import ENTRY_BYTES, GROUP_BYTES, HASH_BYTES, Entry, GroupNote, Kind
-from scheduler_svc.flight.image import Image, NoImage, image_of
+from scheduler_svc.flight.image import Image, NoImage, TooLarge, image_of
 from scheduler_svc.flight.where import where_of
 from scheduler_svc.leases.worker_handle import WorkerHandle
 
@@ -287,7 +287,7 @@ class FlightRecorder(NoRecorder):
 
     def sent(self, worker: WorkerHandle, outputs: SchedulerOutputs, step_id: int, data: bytes) -> None:
         """See `NoRecorder`."""
-        groups = [each.sequence.group.number for each in outputs.introductions if each.same_as is None]
+        groups = [group.number for group in introduced_groups(outputs.introductions)]
         self._add(Kind.STEP, (self._numbers[worker], step_id, data, groups), len(data))
         self._segment.num_steps += 1
 
@@ -326,15 +326,14 @@ class FlightRecorder(NoRecorder):
         began_ns = self._read()
         image, why = None, ""
         try:
-            image = image_of(self._state(), self._numbers)
+            image = image_of(self._state(), self._numbers, self._half_bytes // 2)
+        except TooLarge as error:
+            why = str(error)
         except Exception as error:
             if not self._has_complained:
                 log.error("the flight recorder has no image of the state", exception=trace(error))
             self._has_complained = True
             why = f"its state could not be written down: {error if isinstance(error, NoImage) else where_of(error)}"
-        if image is not None and image.num_bytes > self._half_bytes // 2:
-            why = f"its state has {image.num_bytes} bytes, too many for --flight-recorder-memory"
-            image = None
         self.image_ns = self._read() - began_ns
         self._segment = Segment(image, why, notes=dict(self._live), num_bytes=image.num_bytes if image else 0)
         self._segments = [self._segments[-1], self._segment]

@@ -1,7 +1,8 @@
 """One output's way to its client: tokens are taken one by one, and written as deltas whenever one is wanted.
 
 However many tokens a delta brings, the deltas of an output put together are the same. Text is made when it is written,
-all of it at once; only an output with stop strings is looked at token by token, as one of them may end it.
+all of it at once, and so are messages of logprobs; only an output with stop strings is looked at token by token, as one
+of them may end it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence as AbstractSequence
 from protos import inference_pb2 as pb
 from scheduler_svc.core.sequences.beam_search import BeamHypothesis
 from scheduler_svc.core.sequences.finish_reason import FinishReason
-from scheduler_svc.engine.messages.logprob_columns import LogprobColumns
+from scheduler_svc.engine.messages.logprob_columns import LogprobColumns, LogprobsOfToken
 from scheduler_svc.text.detokenizer import Detokenizer
 from scheduler_svc.text.stop_automaton import StopAutomaton
 from scheduler_svc.text.tokenizer import Tokenizer
@@ -45,7 +46,7 @@ class OutputStream:
         self._num_top_logprobs = params.logprobs if params.HasField("logprobs") else None
         self._tokenizer = tokenizer
         self._token_ids: list[int] = []  # not written yet, like all that follows
-        self._logprobs: list[pb.TokenLogprobs] = []
+        self._logprobs: list[LogprobsOfToken] = []
         self._texts: list[str] = []
         self._matched_stop: int | str | None = None
         self._error: pb.OutputError | None = None
@@ -121,7 +122,7 @@ class OutputStream:
         self._knows_logprobs = True
         self.cumulative_logprob += columns.logprob(entry)
         if self._num_top_logprobs is not None:
-            self._logprobs.append(columns.at(entry, self._num_top_logprobs, self._tokenizer.token_text))
+            self._logprobs.append(columns.of(entry, self._num_top_logprobs))
 
     def take_beam(self, beam: BeamHypothesis) -> None:
         """All of an output at once. A stop string cuts it; its score stays that of the whole hypothesis."""
@@ -130,9 +131,7 @@ class OutputStream:
         for position, (token_id, logprob, rank) in enumerate(tokens, start=1):
             self.cumulative_logprob += logprob
             if self._num_top_logprobs is not None:
-                text = self._tokenizer.token_text(token_id)
-                drawn = pb.Logprob(token_id=token_id, logprob=logprob, rank=rank, text=text)
-                self._logprobs.append(pb.TokenLogprobs(token=drawn))
+                self._logprobs.append(LogprobsOfToken(token_id, logprob, rank))
             self.take(token_id, beam.finish_reason if position == len(beam.token_ids) else FinishReason.NONE)
             if self.finish_reason:
                 break
@@ -171,7 +170,8 @@ class OutputStream:
         delta.text = self._text_of(token_ids, is_end)
         delta.token_ids.extend(token_ids)
         if self._logprobs:
-            delta.logprobs.extend(self._logprobs[:max_tokens])
+            text = self._tokenizer.token_text
+            delta.logprobs.extend(each.message(text) for each in self._logprobs[:max_tokens])
             self._logprobs = self._logprobs[max_tokens:]
         if is_end:
             self._write_end(delta)

@@ -8,6 +8,7 @@ others take whatever came first. Texts too short to take long never come here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 from collections import deque
@@ -113,9 +114,15 @@ class TextProcesses:
         self.expect(self._served_models())
         self._models.check_any()
         job = _Job(kind, data, next(self._numbers))
-        self._queue_of(job).append(job)
+        queue = self._queue_of(job)
+        queue.append(job)
         self._wake_for(job)
-        return await job.answer
+        try:
+            return await job.answer
+        except asyncio.CancelledError:  # its bytes are no longer counted
+            with contextlib.suppress(ValueError):  # it is in a process already
+                queue.remove(job)
+            raise
 
     def _check_open(self) -> None:
         if self._closed_by is not None:

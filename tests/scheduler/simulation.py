@@ -228,6 +228,8 @@ class Simulation:
         self.failed = None
         self.sent.append((outputs, data))
         self.steps.append(worker_pb2.Step.FromString(data))
+        introduced = [group.request_id for group in self.steps[-1].groups]
+        assert len(set(introduced)) == len(introduced), "what a group's sequences have in common is sent once"
         self.in_flight.append((rows, self.worker.run(self.steps[-1], fails)))
         return True
 

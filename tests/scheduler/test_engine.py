@@ -19,6 +19,7 @@ from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull
 from scheduler_svc.output.output_processor import Delivery
 from scheduler_svc.serving import Serving
 from tests.fakes import FakeWorker, say_forever, spell
+from tests.scheduler.hand_turned_loop import Loop
 from tests.scheduler.hashed_tokens import hashed_after
 from tests.scheduler.simulated_answers import NOTHING_TO_DRAW
 from tests.waiting import wait_until
@@ -264,6 +265,27 @@ def test_two_that_replace_a_request_at_once_are_both_taken():
         asyncio.run(replace())
         assert it.serving.engine.find("one") == groups[1:]
         assert all(group.is_finished for group in (*first, groups[0]))
+
+
+def test_a_request_that_was_never_taken_has_not_ended():
+    """Its client left while it waited for the end of the one that it replaces."""
+    loop = Loop()
+    loop.join()
+    loop.turn()
+    core, first, second = EngineCore(loop.engine), loop.group("one"), loop.group("one")
+    loop.engine.submit(first)
+
+    async def leave() -> None:
+        submitting = asyncio.create_task(core.submit(second, replaces=True))
+        await asyncio.sleep(0.01)
+        submitting.cancel()
+        await asyncio.gather(submitting, return_exceptions=True)
+        core.abandon(second)
+
+    asyncio.run(leave())
+    loop.turn()
+    assert first.is_finished and not second.is_finished
+    assert sum(loop.engine.metrics.of("").num_finished.values()) == 1
 
 
 def test_before_the_first_worker_requests_are_refused():

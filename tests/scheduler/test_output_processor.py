@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.step_plan import NewTokens
 from scheduler_svc.engine.messages.logprob_columns import LogprobColumns
 from scheduler_svc.output.output_processor import Delivery, OutputProcessor
+from scheduler_svc.output.output_stream import OutputStream
 from scheduler_svc.output.request_stream import RequestStream
 from scheduler_svc.text.tokenizer import Tokenizer
 from tests.tiny_models import write_byte_tokenizer
@@ -158,6 +160,36 @@ def test_logprobs_go_to_those_who_asked():
     assert second.token.rank == 5 and not second.top
     assert [top.token_id for top in third.top] == [90]
     assert [top.token_id for top in columns.at(0, 1, str).top] == [7]
+
+
+def test_logprobs_that_wait_for_their_reader_take_few_bytes(tokenizer):
+    """As a message a token with 20 alternatives takes some 3 KB."""
+    entries, top = 1000, 20
+    columns = LogprobColumns(
+        worker_pb2.SequenceOutputs(
+            token_ids_i32=np.arange(entries, dtype="<i4").tobytes(),
+            logprobs_f32=np.zeros(entries, "<f4").tobytes(),
+            ranks_u32=np.ones(entries, "<u4").tobytes(),
+            top_counts_u32=np.full(entries, top, "<u4").tobytes(),
+            top_token_ids_i32=np.arange(entries * top, dtype="<i4").tobytes(),
+            top_logprobs_f32=np.zeros(entries * top, "<f4").tobytes(),
+        )
+    )
+    stream = OutputStream(pb.SamplingParams(logprobs=top), tokenizer)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for entry in range(entries):
+            stream.take_logprobs(columns, entry)
+            stream.take(3, 0)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 600 * entries
+    delta = pb.OutputDelta()
+    stream.write(delta, entries)
+    assert [each.token.token_id for each in delta.logprobs] == list(range(entries))
+    assert [each.token_id for each in delta.logprobs[5].top] == list(range(100, 120))
 
 
 def test_missing_logprob_columns_end_the_one_who_asked(tokenizer):

@@ -36,6 +36,27 @@ def test_without_host_blocks_groups_are_computed_again():
     assert swapped.num_computed_tokens == 3 * 56 < computed.num_computed_tokens
 
 
+@pytest.mark.parametrize("num_wanted", [60, 80])
+def test_nobody_gives_way_for_one_that_cannot_come_in_all_the_same(num_wanted: int) -> None:
+    """The most urgent group, which stays, holds 15 to 30 of 32 blocks; three patient ones hold 3 to 5 each."""
+    simulation = Simulation(
+        num_slots=8, max_model_len=128, block_size=4, num_blocks=32, policy="priority", max_num_batched_tokens=64
+    )
+    simulation.add(list(range(2, 62)), 60, None, priority=-1)
+    patient = [simulation.add([2 + number] * 8, 12, None, priority=1) for number in range(3)]
+    for _ in range(3):
+        simulation.send()
+        simulation.answer()
+    before = [group.num_preemptions for group in patient]
+    wanted = simulation.add([70] * num_wanted, 4, None, priority=0)
+    simulation.send()
+    gave_way = sum(group.num_preemptions for group in patient) - sum(before)
+    assert (gave_way > 0) == (wanted.first_scheduled_ns is not None) == (num_wanted == 60)
+    simulation.answer()
+    simulation.run_to_end()
+    simulation.check_outputs()
+
+
 @pytest.mark.parametrize(
     ("costs", "swaps"),
     [

@@ -220,6 +220,7 @@ async def test_work_for_a_client_that_has_gone_is_dropped_and_closing_refuses_al
         for each in gone:
             each.cancel()
         await asyncio.gather(*gone, return_exceptions=True)
+        assert len(processes._small) + len(processes._large) == 1, "what nobody waits for takes memory"
         os.kill(pid, signal.SIGCONT)
         for each in (first, behind):
             assert (await each).token_ids == list(b"hi")

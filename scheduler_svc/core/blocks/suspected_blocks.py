@@ -44,10 +44,11 @@ class SuspectedBlocks:
         may_publish[[sequence.slot for sequence in seated]] = True
         if not self._accusers:
             return
-        tables = [sequence.block_table for sequence in seated]
-        sound = set(np.concatenate(tables).tolist()) if tables else set()
+        is_sound = np.zeros(len(self._cache.is_cached), np.bool_)
+        for sequence in seated:
+            is_sound[sequence.block_table] = True
         self._accusers = {
             (block, times): accuser
             for (block, times), accuser in self._accusers.items()
-            if block not in sound and times == self._cache.times_forgotten[block]
+            if not is_sound[block] and times == self._cache.times_forgotten[block]
         }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,17 +48,45 @@ class LogprobColumns:
         """Of the drawn token."""
         return float(self._logprobs[entry])
 
-    def at(self, entry: int, num_top: int, token_text: Callable[[int], str]) -> pb.TokenLogprobs:
-        """The drawn token and at most `num_top` of the most likely ones, WHOLE_VOCABULARY for all there are."""
+    def of(self, entry: int, num_top: int) -> LogprobsOfToken:
+        """Those of the drawn token and of at most `num_top` of the most likely ones, WHOLE_VOCABULARY for all there
+        are."""
         first, last = int(self._top_ends[entry - 1]) if entry else 0, int(self._top_ends[entry])
         if num_top != WHOLE_VOCABULARY:
             last = min(last, first + num_top)
-
-        def logprob(token_id: np.integer, value: np.floating, rank: int | np.integer) -> pb.Logprob:
-            text = token_text(int(token_id))
-            return pb.Logprob(token_id=int(token_id), logprob=float(value), rank=int(rank), text=text)
-
-        return pb.TokenLogprobs(
-            token=logprob(self._token_ids[entry], self._logprobs[entry], self._ranks[entry]),
-            top=[logprob(self._top_token_ids[i], self._top_logprobs[i], i - first + 1) for i in range(first, last)],
+        return LogprobsOfToken(
+            int(self._token_ids[entry]),
+            float(self._logprobs[entry]),
+            int(self._ranks[entry]),
+            self._top_token_ids[first:last].tobytes(),
+            self._top_logprobs[first:last].tobytes(),
         )
+
+    def at(self, entry: int, num_top: int, token_text: Callable[[int], str]) -> pb.TokenLogprobs:
+        """`of`, as a message."""
+        return self.of(entry, num_top).message(token_text)
+
+
+class LogprobsOfToken(NamedTuple):
+    """A drawn token and the most likely ones in its place, in a few bytes each: as a message they take ten times as
+    much, and some 2 us each to make."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_token_ids: bytes = b""  # i32
+    top_logprobs: bytes = b""  # f32
+
+    def message(self, token_text: Callable[[int], str]) -> pb.TokenLogprobs:
+        """For a client; `token_text` of each token."""
+        top = zip(
+            np.frombuffer(self.top_token_ids, "<i4").tolist(),
+            np.frombuffer(self.top_logprobs, "<f4").tolist(),
+            itertools.count(1),
+        )
+        drawn = self.token_id, self.logprob, self.rank
+        token, *others = (
+            pb.Logprob(token_id=token_id, logprob=logprob, rank=rank, text=token_text(token_id))
+            for token_id, logprob, rank in (drawn, *top)
+        )
+        return pb.TokenLogprobs(token=token, top=others)

@@ -16,9 +16,16 @@ from octavo.shared.rpc import MAX_MESSAGE_BYTES
 from protos import inference_pb2, worker_pb2
 from scheduler_svc.core.blocks.cache_news import NO_NEWS, CacheNews
 from scheduler_svc.core.sequences.group_fault import GroupFault
-from scheduler_svc.core.sequences.sequence import Sequence
+from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.sequences.sequence_columns import Ints
-from scheduler_svc.core.step_plan import Answer, Introduction, ScheduledRows, SchedulerOutputs, WrongAnswer
+from scheduler_svc.core.step_plan import (
+    Answer,
+    Introduction,
+    ScheduledRows,
+    SchedulerOutputs,
+    WrongAnswer,
+    introduced_groups,
+)
 from scheduler_svc.leases.worker_claims import check_tokens
 from scheduler_svc.tracing.step_trace import StepTrace
 
@@ -52,7 +59,7 @@ def encode_request(
         step.trace.context, step.trace.requests = trace.context.to_bytes(), trace.requests()
     data = request.SerializeToString()
     if len(data) > MAX_MESSAGE_BYTES and outputs.introductions:
-        groups = [each.sequence.group for each in outputs.introductions if each.same_as is None]
+        groups = introduced_groups(outputs.introductions)
         sizes = [group.ByteSize() for group in step.groups]
         largest = int(np.argmax(sizes))
         why = f"a step of {len(data)} bytes, {sizes[largest]} of them to introduce it; {MAX_MESSAGE_BYTES} are the most"
@@ -83,7 +90,7 @@ def _write(step: worker_pb2.Step, outputs: SchedulerOutputs, step_id: int, resum
             [(parent.slot, child.slot) for parent, child in outputs.forks], U16, "slot of a fork", forked
         )
         step.fork_indices_u16 = _packed([child.index for child in forked], U16, "index", forked)
-    metadata: dict[Sequence, worker_pb2.SequenceGroupMetadata] = {}
+    metadata: dict[SequenceGroup, worker_pb2.SequenceGroupMetadata] = {}
     for introduction in outputs.introductions:
         try:
             _introduce(step, introduction, metadata)
@@ -116,16 +123,10 @@ def _pack_news(step: worker_pb2.Step, news: CacheNews) -> None:
         step.cached_blocks.hashes = news.hashes
 
 
-def _introduce(
-    step: worker_pb2.Step, introduction: Introduction, metadata: dict[Sequence, worker_pb2.SequenceGroupMetadata]
-) -> None:
-    sequence, same_as = introduction.sequence, introduction.same_as
-    if same_as is not None:
-        metadata[same_as].sequences.add(slot=sequence.slot, index=sequence.index, same_as_slot=same_as.slot)
-        return
-    group = sequence.group
-    # Written in place: to copy a message of a whole prompt into another takes as long as to make it.
-    message = metadata[sequence] = step.groups.add(
+def _begin_metadata(step: worker_pb2.Step, group: SequenceGroup) -> worker_pb2.SequenceGroupMetadata:
+    """Without sequences. Written in place: to copy a message of a whole prompt into another takes as long as to make
+    it."""
+    message = step.groups.add(
         request_id=group.request_id,
         num_prompt_tokens=group.num_prompt_tokens,
         adapter=group.adapter,
@@ -141,6 +142,22 @@ def _introduce(
         params.ClearField("prompt_logprobs")  # computed again, it need not say again what it has said
     if params.min_tokens:
         message.stop_token_ids_u32 = np.array(group.all_stop_token_ids(), U32).tobytes()
+    return message
+
+
+def _introduce(
+    step: worker_pb2.Step,
+    introduction: Introduction,
+    metadata: dict[SequenceGroup, worker_pb2.SequenceGroupMetadata],
+) -> None:
+    """`metadata`: of the groups that this step has introduced sequences of."""
+    sequence, same_as = introduction.sequence, introduction.same_as
+    message = metadata.get(sequence.group)
+    if message is None:  # once for all: bad words take as long as hundreds of sequences
+        message = metadata[sequence.group] = _begin_metadata(step, sequence.group)
+    if same_as is not None:
+        message.sequences.add(slot=sequence.slot, index=sequence.index, same_as_slot=same_as.slot)
+        return
     message.sequences.add(
         slot=sequence.slot,
         index=sequence.index,
