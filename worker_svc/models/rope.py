@@ -63,9 +63,21 @@ class Rope:
 def read_rope(
     raw: RawConfig, head_size: int, theta: float = 10000.0, kind_aliases: dict[str, str] | None = None
 ) -> Rope:
-    """Since transformers 5 all stands in `rope_parameters`, before that in `rope_scaling` and keys of its own."""
-    parameters = raw.part("rope_parameters") or raw.part("rope_scaling")
-    return rope_from(raw, parameters, head_size, raw.number("rope_theta", theta), kind_aliases)
+    """The rotation of all layers alike; `theta` where the file names none. Raises ModelError."""
+    return rope_from(raw, rope_parameters(raw), head_size, raw.number("rope_theta", theta), kind_aliases)
+
+
+def rope_parameters(raw: RawConfig, layer_type: str = "") -> RawConfig:
+    """What a file says of its rotation, or of that of one type of layers where types have their own.
+
+    Since transformers 5 it stands in `rope_parameters`, before that in `rope_scaling`. Where a file has both, that
+    library goes by `rope_scaling`, which users add to files of theirs to stretch a model, and with types of layers it
+    adds its keys to those of the type.
+    """
+    new, old = raw.part("rope_parameters"), raw.part("rope_scaling")
+    if layer_type:
+        return old.merged(**dict(new.part(layer_type).items()))
+    return old or new
 
 
 def rope_from(

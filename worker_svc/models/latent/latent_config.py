@@ -10,7 +10,7 @@ import torch
 
 from worker_svc.models.errors import ModelError
 from worker_svc.models.raw_config import RawConfig
-from worker_svc.models.rope import Rope
+from worker_svc.models.rope import Rope, rope_parameters
 from worker_svc.models.style import DecoderStyle, ExpertStyle, GroupedChoice, LatentStyle
 
 
@@ -43,7 +43,7 @@ def check_cache_type(
 def latent_scale(raw: RawConfig, latent: LatentStyle, rope: Rope) -> float:
     """Of logits: a stretched rotation makes attention sharper by the square of `mscale_all_dim`'s logarithm."""
     scale = 1.0 / math.sqrt(latent.query_size)
-    stretch = (raw.part("rope_parameters") or raw.part("rope_scaling")).number("mscale_all_dim", 0.0)
+    stretch = rope_parameters(raw).number("mscale_all_dim", 0.0)
     if rope.kind != "default" and stretch and rope.factor > 1:
         scale *= (0.1 * stretch * math.log(rope.factor) + 1.0) ** 2
     return scale
