@@ -293,6 +293,16 @@ def test_a_pickle_of_something_else_is_named(folder: Path) -> None:
     assert "model.norm.weight is a int, not a tensor" in refusal(folder, "bin")
 
 
+@pytest.mark.parametrize("kind", ["sparse", "csr", "meta"])
+def test_a_pickled_tensor_that_does_not_hold_its_numbers_is_named(folder: Path, kind: str) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    path, name = pickled(folder), "model.layers.0.mlp.up_proj.weight"
+    whole = tensors[name]
+    other = {"sparse": whole.to_sparse, "csr": whole.to_sparse_csr, "meta": lambda: whole.to("meta")}[kind]
+    torch.save(tensors | {name: other()}, path)
+    assert f"{path}: tensor {name} is sparse or without numbers, and is not read" in refusal(folder, "bin")
+
+
 def test_too_little_memory_is_said_before_it_is_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker_svc.models.loader.available_bytes", lambda: 500_000)
     assert "too little memory for tiny: loading its weights takes up to 0.00" in refusal(folder)

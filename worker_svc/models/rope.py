@@ -84,12 +84,12 @@ def rope_from(
     raw: RawConfig, parameters: RawConfig, head_size: int, theta: float, kind_aliases: dict[str, str] | None = None
 ) -> Rope:
     """One kind of layers' parameters; `theta` where they name none."""
-    theta = parameters.number("rope_theta", theta)
+    theta = parameters.positive_number("rope_theta", theta, above=1.0)
     share = parameters.number("partial_rotary_factor", raw.number("partial_rotary_factor", 1.0))
     size = int(head_size * share)
     if size % 2 or not 0 < size <= head_size:
         raise raw.error(f"{size} of a head's {head_size} elements are turned; rotary embedding needs pairs")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    kind = parameters.text("rope_type", parameters.text("type", "default"))
     kind = (kind_aliases or {}).get(kind, kind)
     if kind not in KINDS:
         raise raw.error(f"rope type {kind!r} is not supported; known: {', '.join(KINDS)}")
@@ -98,14 +98,14 @@ def rope_from(
     if kind in ("linear", "llama3", "dynamic") and "factor" not in parameters:
         raise raw.error(f"rope type {kind} lacks 'factor'")
     if kind == "linear":
-        return Rope(size, theta, kind, parameters.number("factor"))
+        return Rope(size, theta, kind, parameters.positive_number("factor"))
     longest = raw.integer("max_position_embeddings")
     if kind == "dynamic":
-        return Rope(size, theta, kind, parameters.number("factor"), longest)
+        return Rope(size, theta, kind, parameters.positive_number("factor"), longest)
     original = raw.integer(
         "original_max_position_embeddings", parameters.integer("original_max_position_embeddings", longest)
     )
-    factor = parameters.number("factor", longest / original)
+    factor = parameters.positive_number("factor", longest / original)
     if kind == "llama3":
         low, high = parameters.number("low_freq_factor"), parameters.number("high_freq_factor")
         return Rope(size, theta, kind, factor, original, low, high)
@@ -116,11 +116,13 @@ def rope_from(
             kind,
             factor,
             original,
-            beta_fast=parameters.number("beta_fast", 32.0) or 32.0,
-            beta_slow=parameters.number("beta_slow", 1.0) or 1.0,
+            beta_fast=parameters.positive_number("beta_fast") if parameters.get("beta_fast") else 32.0,
+            beta_slow=parameters.positive_number("beta_slow") if parameters.get("beta_slow") else 1.0,
             truncate=parameters.flag("truncate", True),
             magnitude=parameters.number("attention_factor", _yarn_magnitude(factor, parameters)),
         )
+    if original == 1:
+        raise raw.error("rope type longrope goes by a trained length, and original_max_position_embeddings is 1")
     magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return Rope(
         size,

@@ -61,7 +61,7 @@ def read_experts(
     known = ("greedy", "group_limited_greedy") if scores == "softmax" else ("noaux_tc",)
     if method not in known:
         raise raw.error(f"topk_method {method!r} is not supported, only {' and '.join(known)}")
-    first, step = raw.get("first_k_dense_replace") or 0, raw.integer("moe_layer_freq", 1)
+    first, step = raw.count("first_k_dense_replace"), raw.integer("moe_layer_freq", 1)
     choice = GroupedChoice(scores, is_biased=method == "noaux_tc", scale=raw.number("routed_scaling_factor", 1.0))
     num_experts, num_chosen = raw.integer("n_routed_experts"), raw.integer("num_experts_per_tok")
     if method != "greedy":
@@ -72,7 +72,7 @@ def read_experts(
         intermediate_size=raw.integer("moe_intermediate_size"),
         is_normalized=raw.flag("norm_topk_prob"),
         is_sparse=tuple(layer >= first and layer % step == 0 for layer in range(num_layers)),
-        num_shared=raw.get("n_shared_experts") or 0,
+        num_shared=raw.count("n_shared_experts"),
         choice=choice,
     )
 
