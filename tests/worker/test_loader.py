@@ -337,6 +337,16 @@ def test_memory_is_asked_for_what_a_load_takes_at_its_peak(folder: Path, monkeyp
     load(folder)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_the_table_of_a_very_long_context_is_counted(folder: Path, device: str, load_format: str) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 10**11}))
+    config = ModelConfig.from_folder(folder, "float32")
+    with pytest.raises(ModelError, match=r"too little memory for tiny: .* takes up to 3[.]73e[+]03 GiB"):
+        load_model(folder, config, device, load_format)
+
+
 def test_the_estimate_of_memory_is_near_what_is_held(folder: Path, without_padding: None) -> None:
     model = load(folder)
     assert model.config.weights_bytes == pytest.approx(model.weights_bytes, rel=0.1)

@@ -170,10 +170,12 @@ def _store(
 
 
 def _check_memory(part: ModelPart, device: torch.device, needed_bytes: int, free_bytes: int | None) -> None:
-    """Raises ModelError where a part that takes so many bytes does not fit. Asked before weights are read, because
-    Linux promises memory that it does not have and then kills the process that touches it."""
+    """Raises ModelError where a part does not fit whose weights take so many bytes, and tables of rotation beside them.
+    Asked before weights are read, because Linux promises memory that it does not have and then kills the process that
+    touches it. For a GPU the host makes the tables, and nothing else that stays."""
     if device.type != "cpu":
-        return
+        needed_bytes = 0
+    needed_bytes += sum(rope.table_bytes(part.whole.max_model_len) for rope in part.whole.style.ropes)
     if free_bytes is None:
         free_bytes = available_bytes()
     if needed_bytes > free_bytes:
@@ -197,8 +199,8 @@ def _checkpoint(
     num_bytes = sum(tensor.num_bytes for tensor in _of_part(part, tensors).values())
     progress = ByteBar(f"loading {config.model_name}", num_bytes)
     weights = CheckpointWeights(folder, tensors, config.dtype, device, progress, store)
-    if device.type == "cpu":
-        _check_memory(part, device, _peak_bytes(part, tensors, weights), free_bytes)
+    needed_bytes = _peak_bytes(part, tensors, weights) if device.type == "cpu" else 0
+    _check_memory(part, device, needed_bytes, free_bytes)
     return weights
 
 

@@ -20,6 +20,8 @@ import torch
 
 from worker_svc.models.raw_config import RawConfig
 
+_ROWS_AT_ONCE = 1 << 14  # of a table, while it is made
+
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -46,6 +48,10 @@ class Rope:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     magnitude: float = 1.0  # of cosines and sines; for yarn and longrope
+
+    def table_bytes(self, max_model_len: int) -> int:
+        """What `rotary_table` takes, also while it is made."""
+        return max_model_len * self.size * 4
 
     def default_len(self, max_positions: int) -> int:
         """Tokens in a sequence, unless `max_model_len` is larger; `max_positions` is the model's own number."""
@@ -140,8 +146,12 @@ def rotary_table(rope: Rope, max_model_len: int, device: str | torch.device) -> 
     """f32[max_model_len, rope.size]: the cosines of a position's size / 2 angles, then their sines."""
     exponents = torch.arange(0, rope.size, 2, dtype=torch.float32) / rope.size
     frequencies = _stretched(1.0 / rope.theta**exponents, rope, max_model_len)
-    angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
-    return (torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.magnitude).to(device)
+    table = torch.empty(max_model_len, rope.size)
+    for first in range(0, max_model_len, _ROWS_AT_ONCE):  # in place, as a table of a million positions is large
+        rows = table[first : first + _ROWS_AT_ONCE]
+        angles = torch.arange(first, first + len(rows), dtype=torch.float32)[:, None] * frequencies
+        torch.cat((angles.cos(), angles.sin()), dim=-1, out=rows)
+    return table.mul_(rope.magnitude).to(device)
 
 
 def _stretched(frequencies: torch.Tensor, rope: Rope, max_model_len: int) -> torch.Tensor:
