@@ -188,7 +188,7 @@ def _attend(
 
 
 def _has_window(raw: Any, config: ModelConfig) -> list[bool]:
-    """By layer, whether it sees less than a sequence may have: the library may say so in a mask that is not made here."""
+    """By layer, whether it sees less than a sequence may have. Some models say it in a mask alone, and none is made."""
     if layer_types := getattr(raw, "layer_types", None):
         return [each == "sliding_attention" for each in layer_types]
     window = getattr(raw, "sliding_window", None) if getattr(raw, "use_sliding_window", True) else None
