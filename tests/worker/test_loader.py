@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 
 from tests.tiny_models import make_tiny_llama
+from tests.worker.exact_logits import truth_of_folder
 from tests.worker.model_cases import Stepper
 from worker_svc.models.checkpoint.checkpoint_files import open_checkpoint
 from worker_svc.models.config import ModelConfig, ModelError
@@ -52,7 +54,7 @@ def refusal(folder: Path, load_format: str = "auto") -> str:
 def rewrite(folder: Path, changes: dict[str, torch.Tensor], without: str = "") -> None:
     tensors = load_file(folder / "model.safetensors") | changes
     tensors.pop(without, None)
-    save_file(tensors, folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def shard(folder: Path) -> None:
@@ -84,6 +86,47 @@ def test_a_tied_checkpoint_may_carry_its_head(tmp_path: Path) -> None:
     expected = logits(load(folder))
     rewrite(folder, {"lm_head.weight": load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()})
     assert torch.equal(logits(load(folder)), expected)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "bin"])
+def test_another_head_of_a_tied_checkpoint_is_taken_as_transformers_does(load_format: str, tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path / "tied", tie_word_embeddings=True)
+    head = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()
+    head[-1] += 1.0  # the last row alone
+    rewrite(folder, {"lm_head.weight": head})
+    expected = truth_of_folder(folder, [TOKENS])
+    if load_format == "bin":
+        pickled(folder)
+    with capture_logs() as lines:
+        model = load(folder, load_format)
+    expected.check_whole([logits(model)])
+    assert [line["tensor"] for line in lines if line["log_level"] == "warning"] == ["lm_head.weight"]
+
+
+def test_memory_is_asked_for_another_head_of_a_tied_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_tiny_llama(tmp_path / "tied", tie_word_embeddings=True)
+    table = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    needed: list[int] = []
+    monkeypatch.setattr("worker_svc.models.loader._check_memory", lambda part, device, num, free: needed.append(num))
+    for head in (table.clone(), table * 2):
+        rewrite(folder, {"lm_head.weight": head})
+        load(folder)
+    tied, apart = needed
+    assert apart > tied
+
+
+def test_a_tied_checkpoint_may_hold_the_head_alone(tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path / "tied", tie_word_embeddings=True)
+    expected = logits(load(folder))
+    table = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()
+    rewrite(folder, {"lm_head.weight": table}, without="model.embed_tokens.weight")
+    assert torch.equal(logits(load(folder)), expected)
+
+
+def test_frequencies_that_old_files_carry_are_not_needed(original: Path, folder: Path) -> None:
+    names = "model.rotary_emb.inv_freq", "model.layers.1.self_attn.rotary_emb.inv_freq"
+    rewrite(folder, {name: torch.ones(5) for name in names})
+    assert torch.equal(logits(load(folder)), logits(load(original)))
 
 
 def test_dummy_weights_need_the_config_alone(folder: Path) -> None:
