@@ -341,8 +341,8 @@ def test_a_pickled_tensor_that_does_not_hold_its_numbers_is_named(folder: Path, 
     tensors = load_file(folder / "model.safetensors")
     path, name = pickled(folder), "model.layers.0.mlp.up_proj.weight"
     whole = tensors[name]
-    other = {"sparse": whole.to_sparse, "csr": whole.to_sparse_csr, "meta": lambda: whole.to("meta")}[kind]
-    torch.save(tensors | {name: other()}, path)
+    other = {"sparse": whole.to_sparse(), "csr": whole.to_sparse_csr(), "meta": whole.to("meta")}[kind]
+    torch.save(tensors | {name: other}, path)
     assert f"{path}: tensor {name} is sparse or without numbers, and is not read" in refusal(folder, "bin")
 
 

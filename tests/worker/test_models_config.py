@@ -260,6 +260,10 @@ def test_the_hash_of_a_damaged_file_does_not_read_all_of_it(tmp_path: Path) -> N
         ),
         ({"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": -1}, "mlp_only_layers must be a list of int"),
         (
+            {"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 0},
+            "query_pre_attn_scalar must be more than 0 and less than 1e15, not 0.0",
+        ),
+        (
             {"architectures": ["MixtralForCausalLM"], "num_key_value_heads": 2, "num_experts_per_tok": 9},
             "9 experts cannot be chosen among 8",
         ),

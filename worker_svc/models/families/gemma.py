@@ -27,7 +27,7 @@ def gemma2(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
     return sizes, replace(
         style,
         names=names.GEMMA2,
-        attention_scale=raw.number("query_pre_attn_scalar", 256) ** -0.5,
+        attention_scale=raw.positive_number("query_pre_attn_scalar", 256) ** -0.5,
         windows=alternating_windows(raw, sizes, pattern=2),
         attention_soft_cap=raw.optional_number("attn_logit_softcapping", 50.0) or 0.0,
         logit_soft_cap=raw.optional_number("final_logit_softcapping", 30.0) or 0.0,
@@ -48,7 +48,7 @@ def gemma3(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
         style,
         names=names.GEMMA2,
         has_head_norms=True,
-        attention_scale=raw.number("query_pre_attn_scalar", 256) ** -0.5,
+        attention_scale=raw.positive_number("query_pre_attn_scalar", 256) ** -0.5,
         windows=windows,
         ropes=ropes,
         rope_of_layer=tuple(int(window > 0) for window in windows),
