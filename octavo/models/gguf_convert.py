@@ -111,6 +111,9 @@ def _config(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
     if "token_embd.weight" not in tensors:
         raise GGUFError("the file lacks 'token_embd.weight'")
 
+    if (count := metadata.integer("block_count")) > len(tensors):
+        raise GGUFError(f"{metadata.name}.block_count is {count}, and the file has {len(tensors)} tensors")
+
     def values(name: str) -> np.ndarray | None:
         return _expanded(tensors[name]) if name in tensors else None
 

@@ -22,12 +22,12 @@ from tests.worker.exact_logits import truth_of_folder
 from tests.worker.families import VOCAB_SIZE, make_family
 from tests.worker.model_cases import Stepper
 from tests.worker.ranks_in_threads import on_all_ranks
-from worker_svc.adapters import peft_config
 from worker_svc.adapters.adapted_linear import AdaptedLinear
 from worker_svc.adapters.adapter_set import AdapterSet
 from worker_svc.adapters.errors import AdapterError
 from worker_svc.adapters.sites import sites_of
 from worker_svc.errors import ProtocolError
+from worker_svc.models import patterns
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.loader import load_model
@@ -396,14 +396,14 @@ def test_an_adapter_has_what_its_configuration_says(
 def test_a_pattern_that_would_take_years_is_refused(
     key: str, pattern: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peft_config, "PATTERNS_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(patterns, "PATTERNS_TIMEOUT_S", 0.3)
     _, adapters = load(folder)
     adapter = make_adapter(tmp_path / "adapter", folder)
     with_config(**{key: {pattern: 4} if key == "rank_pattern" else pattern})(adapter)
     with pytest.raises(AdapterError, match=r"the patterns of .* take too long, more than 0[.]3 s"):
         adapters.read(str(adapter))
     with_config(**{key: {r".*\.k_proj": 4} if key == "rank_pattern" else r".*_proj"})(adapter)
-    monkeypatch.setattr(peft_config, "PATTERNS_TIMEOUT_S", 20.0)
+    monkeypatch.setattr(patterns, "PATTERNS_TIMEOUT_S", 20.0)
     adapters.read(str(adapter))
 
 

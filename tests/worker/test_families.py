@@ -65,6 +65,31 @@ def test_a_model_that_is_slightly_another_is_found(changes: dict[str, Any], tmp_
             truth.check_whole(list(found.values()))
 
 
+def check_whole(folder: Path, **changes: Any) -> None:
+    """A prompt, once config.json has these changes."""
+    path, sequences = folder / "config.json", [tokens(83)]
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    got = Stepper(load(folder), sequences).step({0: (0, 83)})
+    truth_of_folder(folder, sequences).check_whole([got[0]])
+
+
+@pytest.mark.parametrize("name", ["llama-gelu", "gemma3", "deepseek-v2-lite"])
+def test_rope_scaling_beside_rope_parameters_is_what_counts(name: str, tmp_path: Path) -> None:
+    """As users add it to a file of transformers 5; Gemma 3 has it for its layers without a window, in part here."""
+    scaling: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    new: dict[str, Any] = {"rope_type": "default", "rope_theta": 5e5}
+    if name == "gemma3":
+        scaling, new = {"factor": 2.5}, {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 3e5}}
+    elif name == "deepseek-v2-lite":
+        scaling |= {"mscale": 0.707, "mscale_all_dim": 1.1}
+    check_whole(make_family(name, tmp_path / "model"), rope_parameters=new, rope_scaling=scaling, rope_theta=2e4)
+
+
+@pytest.mark.parametrize("name", ["gemma", "gemma2"])
+def test_gelu_is_an_approximation_in_files_of_the_first_gemma_alone(name: str, tmp_path: Path) -> None:
+    check_whole(make_family(name, tmp_path / "model"), hidden_act="gelu", hidden_activation="gelu")
+
+
 @pytest.mark.parametrize("name", ["gemma2", "gpt2", "bloom", "mixtral"])
 def test_bfloat16_is_near_float32(name: str, tmp_path: Path) -> None:
     folder, sequence = make_family(name, tmp_path / "model"), tokens(30)

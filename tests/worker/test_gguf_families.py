@@ -246,6 +246,8 @@ def test_a_chat_ends_with_its_turn(tmp_path: Path) -> None:
         ("gpt2", {"feed_forward_length": 7}, r"tensor 'blk.0.ffn_up.bias' has shape \(131,\), not \(7,\)"),
         ("bloom", {"block_count": 4}, "the file lacks 12 tensors, 'blk.3.attn_norm.bias' among them"),
         ("bloom", {"block_count": 2}, "tensor 'blk.2.attn_norm.bias' is not part of a plain BloomForCausalLM"),
+        ("bloom", {"block_count": 100_000}, "bloom.block_count is 100000, and the file has 41 tensors"),
+        ("gemma3", {"block_count": 2**31, "attention__sliding_window": 0}, "gemma3.block_count is 2147483648, and the"),
         ("gemma2", {"block_count": 0}, r"gemma2\.block_count is 0, not one positive number for all layers"),
     ],
 )

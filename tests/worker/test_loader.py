@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 
 from tests.tiny_models import make_tiny_llama
+from tests.worker.exact_logits import truth_of_folder
 from tests.worker.model_cases import Stepper
 from worker_svc.models.checkpoint.checkpoint_files import open_checkpoint
 from worker_svc.models.config import ModelConfig, ModelError
@@ -52,7 +54,7 @@ def refusal(folder: Path, load_format: str = "auto") -> str:
 def rewrite(folder: Path, changes: dict[str, torch.Tensor], without: str = "") -> None:
     tensors = load_file(folder / "model.safetensors") | changes
     tensors.pop(without, None)
-    save_file(tensors, folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def shard(folder: Path) -> None:
@@ -84,6 +86,47 @@ def test_a_tied_checkpoint_may_carry_its_head(tmp_path: Path) -> None:
     expected = logits(load(folder))
     rewrite(folder, {"lm_head.weight": load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()})
     assert torch.equal(logits(load(folder)), expected)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "bin"])
+def test_another_head_of_a_tied_checkpoint_is_taken_as_transformers_does(load_format: str, tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path / "tied", tie_word_embeddings=True)
+    head = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()
+    head[-1] += 1.0  # the last row alone
+    rewrite(folder, {"lm_head.weight": head})
+    expected = truth_of_folder(folder, [TOKENS])
+    if load_format == "bin":
+        pickled(folder)
+    with capture_logs() as lines:
+        model = load(folder, load_format)
+    expected.check_whole([logits(model)])
+    assert [line["tensor"] for line in lines if line["log_level"] == "warning"] == ["lm_head.weight"]
+
+
+def test_memory_is_asked_for_another_head_of_a_tied_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_tiny_llama(tmp_path / "tied", tie_word_embeddings=True)
+    table = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    needed: list[int] = []
+    monkeypatch.setattr("worker_svc.models.loader._check_memory", lambda part, device, num, free: needed.append(num))
+    for head in (table.clone(), table * 2):
+        rewrite(folder, {"lm_head.weight": head})
+        load(folder)
+    tied, apart = needed
+    assert apart > tied
+
+
+def test_a_tied_checkpoint_may_hold_the_head_alone(tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path / "tied", tie_word_embeddings=True)
+    expected = logits(load(folder))
+    table = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()
+    rewrite(folder, {"lm_head.weight": table}, without="model.embed_tokens.weight")
+    assert torch.equal(logits(load(folder)), expected)
+
+
+def test_frequencies_that_old_files_carry_are_not_needed(original: Path, folder: Path) -> None:
+    names = "model.rotary_emb.inv_freq", "model.layers.1.self_attn.rotary_emb.inv_freq"
+    rewrite(folder, {name: torch.ones(5) for name in names})
+    assert torch.equal(logits(load(folder)), logits(load(original)))
 
 
 def test_dummy_weights_need_the_config_alone(folder: Path) -> None:
@@ -293,6 +336,16 @@ def test_a_pickle_of_something_else_is_named(folder: Path) -> None:
     assert "model.norm.weight is a int, not a tensor" in refusal(folder, "bin")
 
 
+@pytest.mark.parametrize("kind", ["sparse", "csr", "meta"])
+def test_a_pickled_tensor_that_does_not_hold_its_numbers_is_named(folder: Path, kind: str) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    path, name = pickled(folder), "model.layers.0.mlp.up_proj.weight"
+    whole = tensors[name]
+    other = {"sparse": whole.to_sparse(), "csr": whole.to_sparse_csr(), "meta": whole.to("meta")}[kind]
+    torch.save(tensors | {name: other}, path)
+    assert f"{path}: tensor {name} is sparse or without numbers, and is not read" in refusal(folder, "bin")
+
+
 def test_too_little_memory_is_said_before_it_is_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker_svc.models.loader.available_bytes", lambda: 500_000)
     assert "too little memory for tiny: loading its weights takes up to 0.00" in refusal(folder)
@@ -325,6 +378,16 @@ def test_memory_is_asked_for_what_a_load_takes_at_its_peak(folder: Path, monkeyp
     table = load_file(folder / "model.safetensors")["lm_head.weight"]
     monkeypatch.setattr("worker_svc.models.loader.available_bytes", lambda: stays + 4 * table.numel() + 100_000)
     load(folder)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_the_table_of_a_very_long_context_is_counted(folder: Path, device: str, load_format: str) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 10**11}))
+    config = ModelConfig.from_folder(folder, "float32")
+    with pytest.raises(ModelError, match=r"too little memory for tiny: .* takes up to 3[.]73e[+]03 GiB"):
+        load_model(folder, config, device, load_format)
 
 
 def test_the_estimate_of_memory_is_near_what_is_held(folder: Path, without_padding: None) -> None:

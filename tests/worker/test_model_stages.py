@@ -113,7 +113,7 @@ def test_stages_of_eight_bits_are_kept_apart(is_tied: bool, tmp_path: Path, monk
         assert torch.equal(logits_of(Pipeline(folder, 2, quantization="int8"), [tokens(20)])[0], expected)
         wait_until_kept()
         kept = [path.stem.partition("-int8-")[2] for path in (tmp_path / "cache" / "quantized").iterdir()]
-        assert sorted(kept) == ["6", "6-layers-0-2", "6-layers-2-3"]
+        assert sorted(kept) == ["7", "7-layers-0-2", "7-layers-2-3"]
 
 
 @pytest.mark.parametrize("name", ["llama-yarn", "qwen3-moe-mixed"])
@@ -125,6 +125,16 @@ def test_stages_of_several_ranks(name: str, tmp_path: Path) -> None:
 
     for one, two in zip(on_all_ranks(2, lambda r: work(r, 1)), on_all_ranks(2, lambda r: work(r, 2)), strict=True):
         assert torch.equal(one, two)
+
+
+def test_stages_of_a_tied_model_whose_files_have_the_head_alone_or_another(tmp_path: Path) -> None:
+    folder = make_family("llama-yarn", tmp_path / "model", tie_word_embeddings=True)
+    stored = load_file(folder / "model.safetensors")
+    table = stored.pop("model.embed_tokens.weight")
+    for tensors in ({"lm_head.weight": table}, {"lm_head.weight": table * 2, "model.embed_tokens.weight": table}):
+        save_file(stored | tensors, folder / "model.safetensors")
+        expected = logits_of(whole(folder), [tokens(20)])[0]
+        assert torch.equal(logits_of(Pipeline(folder, 2), [tokens(20)])[0], expected)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +197,18 @@ def test_the_hash_follows_config_and_weights(tmp_path: Path) -> None:
     assert len({plain, with_weights, renamed, hashed()}) == 4
 
 
+def test_the_hash_of_a_damaged_file_does_not_read_all_of_it(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(b"\xff" * 8)  # the header's length
+        file.truncate(400_000_000)
+    tracemalloc.start()
+    ModelConfig.from_folder(folder, "float32")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 150_000_000
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -223,6 +237,36 @@ def test_the_hash_follows_config_and_weights(tmp_path: Path) -> None:
         ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "layer_types": ["x"] * 2}, "'x' is not"),
         ({"architectures": ["StableLmForCausalLM"], "qk_layernorm": True}, "only False; try --model-impl transformers"),
         ({"eos_token_id": "two"}, "eos_token_id must be a token id"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures must be a list of str, not 'LlamaForCausalLM'"),
+        ({"architectures": -1}, "architectures must be a list of str, not -1"),
+        ({"hidden_act": ["silu"]}, "hidden_act must be a string, not ['silu']"),
+        ({"num_hidden_layers": 2**31}, "num_hidden_layers is 2147483648, more than 10000"),
+        ({"vocab_size": 2**63}, "vocab_size is larger than 9223372036854775807"),
+        ({"rope_theta": math.nan}, "rope_theta must be a finite number, not nan"),
+        ({"rope_theta": 10**400}, "rope_theta must be a finite number, not 1000"),
+        ({"rope_theta": 1}, "rope_theta must be more than 1 and less than 1e15, not 1.0"),
+        ({"partial_rotary_factor": math.inf}, "partial_rotary_factor must be a finite number, not inf"),
+        ({"rope_scaling": {"rope_type": []}}, "rope_type must be a string, not []"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": math.inf}}, "factor must be a finite number, not inf"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 1e300}}, "factor must be more than 0 and less than 1e15"),
+        ({"rope_scaling": {"rope_type": "yarn", "beta_fast": -1}}, "beta_fast must be more than 0 and less than 1e15"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": 1}},
+            "rope type longrope goes by a trained length, and original_max_position_embeddings is 1",
+        ),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "max_window_layers": "x"},
+            "max_window_layers must be a positive integer, not 'x'",
+        ),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": -1}, "mlp_only_layers must be a list of int"),
+        (
+            {"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 0},
+            "query_pre_attn_scalar must be more than 0 and less than 1e15, not 0.0",
+        ),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_key_value_heads": 2, "num_experts_per_tok": 9},
+            "9 experts cannot be chosen among 8",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -244,9 +288,10 @@ def test_a_folder_without_a_readable_config(tmp_path: Path) -> None:
     (tmp_path / "4-bit.gguf").touch()
     with pytest.raises(ModelError, match=rf"has no config\.json; name the file: {tmp_path}/4-bit\.gguf$"):
         ModelConfig.from_folder(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"config.json is not JSON"):
-        ModelConfig.from_folder(tmp_path)
+    for damaged in ("{", "[" * 100_000):
+        (tmp_path / "config.json").write_text(damaged)
+        with pytest.raises(ModelError, match=r"config.json is not JSON"):
+            ModelConfig.from_folder(tmp_path)
     with pytest.raises(ModelError, match="dtype 'int8' is not supported"):
         ModelConfig.from_folder(write(tmp_path), "int8")
     with pytest.raises(ModelError, match="float16 is not computed on a CPU"):

@@ -13,6 +13,7 @@ import torch
 
 from kernels.quantized_weight import Inputs, Numbers, QuantizedWeight
 from tests.worker.quantised_checkpoints import FORMATS, Tensors, compressed, fp8_blocks, gptq, in_words, packed
+from worker_svc.models import patterns
 from worker_svc.models.checkpoint.stored_tensor import MadeTensor, StoredTensor
 from worker_svc.models.errors import ModelError
 from worker_svc.models.quantized.checkpoint_format import CheckpointFormat, with_quantized
@@ -294,6 +295,23 @@ def test_a_layer_that_no_group_is_for_is_refused() -> None:
     groups = {"group_0": config["config_groups"]["group_0"] | {"targets": ["re:.*down_proj"]}}
     with pytest.raises(ModelError, match=f"{LAYER}: it is quantised, and none of the config_groups is for it"):
         tensor_of(config | {"config_groups": groups}, packed().quantise(WEIGHT)[0])
+
+
+@pytest.mark.parametrize("is_gptq", [False, True])
+def test_a_pattern_that_would_take_years_is_refused(is_gptq: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "PATTERNS_TIMEOUT_S", 0.3)
+    slow = "([a-z_.0-9]+)+X"
+    if is_gptq:
+        config, leaves = gptq().config | {"dynamic": {f"+:{slow}": {"bits": 8}}}, gptq().quantise(WEIGHT)[0]
+    else:
+        config, leaves = packed().config, packed().quantise(WEIGHT)[0]
+        group = config["config_groups"]["group_0"]
+        config = config | {"config_groups": {"group_0": group | {"targets": [f"re:{slow}", "Linear"]}}}
+    complaint = (
+        f"model/config.json: the patterns of quantization_config take too long, more than 0.3 s, such as '{slow}'"
+    )
+    with pytest.raises(ModelError, match=re.escape(complaint)):
+        tensor_of(config, leaves)
 
 
 @pytest.mark.parametrize("structure", [[128, 128], "128x128", None])

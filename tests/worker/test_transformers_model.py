@@ -194,15 +194,51 @@ def test_attention_that_cannot_be_replaced_is_refused(tmp_path: Path) -> None:
         ("DogeConfig", "DogeForCausalLM is not supported: its attention makes a mask of its own"),
         ("GPTJConfig", "not supported: its attention cannot be replaced"),
         ("GptOssConfig", "GptOssForCausalLM is not supported: its attention takes s_aux"),
+        ("PhimoeConfig", "PhimoeForCausalLM is not supported: its attention does not tell its window"),
     ],
 )
 def test_attention_that_is_not_what_it_seems_is_refused_in_its_first_step_at_the_latest(
     kind: str, why: str, tmp_path: Path
 ) -> None:
-    sizes = {"GPTJConfig": {"n_embd": 60, "n_layer": 3, "n_head": 6, "rotary_dim": 4}, "GptOssConfig": {"head_dim": 10}}
+    sizes = {
+        "GPTJConfig": {"n_embd": 60, "n_layer": 3, "n_head": 6, "rotary_dim": 4},
+        "GptOssConfig": {"head_dim": 10},
+        "PhimoeConfig": {"num_local_experts": 4, "sliding_window": 20},
+    }
     with pytest.raises(ModelError, match=why):
         model = load(make_tiny_model(tmp_path / "model", _config(kind, sizes.get(kind, {}))), "transformers")
         Stepper(model, [tokens(7)]).step({0: (0, 7)})
+
+
+@pytest.mark.parametrize("window", [None, 256])
+def test_a_window_as_long_as_any_sequence_is_none(window: int | None, tmp_path: Path) -> None:
+    differences = {"num_local_experts": 4, "sliding_window": window, "intermediate_size": 160}
+    differences |= {"hidden_size": 64, "num_attention_heads": 4}  # products of all experts want multiples of 16
+    folder = make_tiny_model(tmp_path / "model", _config("PhimoeConfig", differences), seed=4)
+    got = Stepper(load(folder), [tokens(83)]).step({0: (0, 83)})
+    truth_of_folder(folder, [tokens(83)]).check_whole([got[0]])
+
+
+def test_a_rope_that_changes_with_the_length_of_a_sequence_is_served_as_far_as_it_does_not(tmp_path: Path) -> None:
+    """Also where only one type of layers has it."""
+    factors = {"short_factor": [1.0] * 5, "long_factor": [4.0] * 5}
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors}
+    ropes = {"full_attention": longrope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    folder = make_family("gemma3", tmp_path / "model", head_dim=10, rope_parameters=ropes)
+    with pytest.raises(ModelError, match=r"rope type longrope changes with a .*; max_model_len 32 can be served"):
+        ModelConfig.from_folder(folder, "float32", impl="transformers")
+    assert ModelConfig.from_folder(folder, "float32", 32, impl="transformers").max_model_len == 32
+
+
+def test_a_configuration_whose_keys_are_others_by_layer_is_refused(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.CONFIG_MAPPING["gemma4_unified_text"](**SIZES | {"head_dim": 16, "sliding_window": 20})
+    config.architectures = ["Gemma4UnifiedForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="architecture Gemma4UnifiedForCausalLM is not supported: ") as raised:
+        load(tmp_path, load_format="dummy")
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -5,27 +5,16 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import DEVNULL
 from typing import Any
 
 from worker_svc.adapters.errors import AdapterError
+from worker_svc.models.patterns import why_too_slow
 
 CONFIG_FILE = "adapter_config.json"
 ALL_LINEAR = "all-linear"  # in place of a pattern
-PATTERNS_TIMEOUT_S = 5.0
-_MATCH_ALL = """
-import json, re, sys
-patterns, modules = json.load(sys.stdin)
-for pattern in patterns:
-    for module in modules:
-        re.match(rf"(.*\\.)?({pattern})$", module)
-        re.fullmatch(pattern, module)
-"""
 
 # What changes the result and is not computed, unless it has one of these values.
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -99,22 +88,11 @@ class PeftConfig:
             raise AdapterError(f"{path}: {error}") from None
 
     def check_patterns(self, modules: Sequence[str]) -> None:
-        """Raises AdapterError where a pattern takes too long over one of these: a strange one may need years, and holds
-        up every thread meanwhile. So those that may match in several ways are tried in a process that can be ended."""
+        """Raises AdapterError where a pattern takes too long over one of these names."""
         whole = [each for each in (self.targets, self.excluded) if isinstance(each, str)]
-        patterns = [each for each in (*self.rank_pattern, *self.alpha_pattern, *whole) if re.search(r"[*+?{|]", each)]
-        if not patterns:
-            return
-        command = [sys.executable, "-I", "-S", "-c", _MATCH_ALL]
-        given = json.dumps([patterns, list(modules)]).encode()
-        try:  # what is no pattern at all ends it with an error, and is named where it is used
-            subprocess.run(
-                command, input=given, stdout=DEVNULL, stderr=DEVNULL, timeout=PATTERNS_TIMEOUT_S, check=False
-            )
-        except subprocess.TimeoutExpired:
-            longest = max(patterns, key=len)
-            what = "the patterns of adapter_config.json take too long"
-            raise AdapterError(f"{what}, more than {PATTERNS_TIMEOUT_S:g} s, such as {longest!r}") from None
+        patterns = (*self.rank_pattern, *self.alpha_pattern, *whole)
+        if (why := why_too_slow(patterns, modules, CONFIG_FILE)) is not None:
+            raise AdapterError(why)
 
     def rank_of(self, module: str) -> int:
         """Of one module, by its name in the model."""

@@ -30,7 +30,9 @@ _UNSAID_DTYPES = {"GptOssForCausalLM": torch.bfloat16}  # of published models wh
 
 _WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".bin")
 _BYTES_A_NUMBER = {"int8": 1, "int4": 5 / 8, "int4-128": 4.25 / 8, "fp8": 1}  # by `--quantization`
+_MOST_LAYERS = 10_000  # published models have up to some 200
 _HASHED_BYTES = 16 << 20
+_MOST_HEADER_BYTES = 100_000_000  # of safetensors, whose library refuses more
 _NUM_SAMPLES = 256  # with what they read, the most that a slow disk does in a second or two
 _SAMPLE_BYTES = 4096
 
@@ -128,6 +130,7 @@ class ModelConfig:
             wanted = f"; name the file: {files}" if files else ": a model folder has that, a tokenizer and weights"
             raise ModelError(f"{folder} has no config.json{wanted}")
         raw = RawConfig.read(folder / "config.json")
+        _check_layers(raw)
         generation = RawConfig.read(folder / "generation_config.json", required=False)
         weights_format = detect_format(raw)
         architecture, impl = _architecture(raw, impl)
@@ -136,6 +139,8 @@ class ModelConfig:
             raise raw.error(f"{what} are read for the families that Octavo computes itself")
         if impl == "octavo":
             sizes, style = FAMILIES[architecture](raw)
+            if (experts := style.experts) is not None and experts.num_chosen > experts.num_experts:
+                raise raw.error(f"{experts.num_chosen} experts cannot be chosen among {experts.num_experts}")
         else:
             library_config = read_config(folder, trust_remote_code)
             sizes, style = sizes_of(library_config, architecture, max_model_len), DecoderStyle()
@@ -163,9 +168,16 @@ class ModelConfig:
         )
 
 
+def _check_layers(raw: RawConfig) -> None:
+    """Raises ModelError for more than a model can have, before anything is made for each of them."""
+    for key in ("num_hidden_layers", "n_layer", "num_nextn_predict_layers"):
+        if isinstance(value := raw.get(key), int) and value > _MOST_LAYERS:
+            raise raw.error(f"{key} is {value!r:.40}, more than {_MOST_LAYERS}")
+
+
 def _architecture(raw: RawConfig, impl: str) -> tuple[str, Literal["octavo", "transformers"]]:
     """The architecture and whose code computes it."""
-    named = [str(name) for name in raw.get("architectures") or []]
+    named: list[str] = raw.list_of(str, "architectures")
     own = next((name for name in named if name in FAMILIES), None)
     if own and impl != "transformers":
         return own, "octavo"
@@ -247,8 +259,10 @@ def _model_hash(folder: Path) -> str:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
-            num_bytes = int.from_bytes(file.read(8), "little") if path.suffix == ".safetensors" else _HASHED_BYTES
-            digest.update(file.read(min(num_bytes, size)))
+            num_bytes = _HASHED_BYTES
+            if path.suffix == ".safetensors":  # of a damaged file it may be any number
+                num_bytes = min(int.from_bytes(file.read(8), "little"), _MOST_HEADER_BYTES)
+            digest.update(file.read(num_bytes))
             for number in range(_NUM_SAMPLES):
                 file.seek(size * number // _NUM_SAMPLES)
                 digest.update(file.read(_SAMPLE_BYTES))

@@ -57,6 +57,7 @@ class Decoder:
         self._fused = FusedLayers(config, self.layers) if is_fused else None
         embedding = None if self._embedding is None else self._embedding.weight
         self._head = Head(part, weights, base, embedding, kernels) if part.is_last else None
+        weights.ignore(f"{base}rotary_emb.inv_freq")  # of files that have it once, not by layer as `names.ignored`
         for prefix in part.prefixes_without_place(base):
             weights.ignore_all(prefix)
         # A GPU's library takes other code for one row than for two, which then round differently.

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +25,7 @@ from worker_svc.models.checkpoint.checkpoint_files import (
     detect_format,
     open_checkpoint,
 )
+from worker_svc.models.checkpoint.tied_head import is_head_apart, settle_table
 from worker_svc.models.checkpoint.weights import CheckpointWeights, DummyWeights, Weights
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
@@ -116,7 +118,7 @@ def load_model(
         weights = DummyWeights(config.dtype, device, seed, _store(part, device))
         weights.weights_format, weights.names = config.weights_format, config.style.names
     else:
-        weights = _checkpoint(Path(folder), part, device, load_format, free_bytes)
+        part, weights = _checkpoint(Path(folder), part, device, load_format, free_bytes)
     weights.is_batch_invariant = config.is_batch_invariant
     try:
         with torch.inference_mode():
@@ -170,10 +172,12 @@ def _store(
 
 
 def _check_memory(part: ModelPart, device: torch.device, needed_bytes: int, free_bytes: int | None) -> None:
-    """Raises ModelError where a part that takes so many bytes does not fit. Asked before weights are read, because
-    Linux promises memory that it does not have and then kills the process that touches it."""
+    """Raises ModelError where a part does not fit whose weights take so many bytes, and tables of rotation beside them.
+    Asked before weights are read, because Linux promises memory that it does not have and then kills the process that
+    touches it. For a GPU the host makes the tables, and nothing else that stays."""
     if device.type != "cpu":
-        return
+        needed_bytes = 0
+    needed_bytes += sum(rope.table_bytes(part.whole.max_model_len) for rope in part.whole.style.ropes)
     if free_bytes is None:
         free_bytes = available_bytes()
     if needed_bytes > free_bytes:
@@ -185,7 +189,8 @@ def _check_memory(part: ModelPart, device: torch.device, needed_bytes: int, free
 
 def _checkpoint(
     folder: Path, part: ModelPart, device: torch.device, load_format: str, free_bytes: int | None
-) -> CheckpointWeights:
+) -> tuple[ModelPart, CheckpointWeights]:
+    """The weights, and the part with its head tied or not as the files have it."""
     if load_format == "auto":
         load_format = detect_format(folder)
     config, paths = part.whole, checkpoint_paths(folder, load_format)
@@ -194,12 +199,25 @@ def _checkpoint(
     if config.weights_format is not None:
         tensors = with_quantized(folder, config.weights_format, tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if not is_cache_scale(name)}  # in `config` if wanted
+    part = _with_head_as_stored(part, tensors)
     num_bytes = sum(tensor.num_bytes for tensor in _of_part(part, tensors).values())
     progress = ByteBar(f"loading {config.model_name}", num_bytes)
     weights = CheckpointWeights(folder, tensors, config.dtype, device, progress, store)
-    if device.type == "cpu":
-        _check_memory(part, device, _peak_bytes(part, tensors, weights), free_bytes)
-    return weights
+    needed_bytes = _peak_bytes(part, tensors, weights) if device.type == "cpu" else 0
+    _check_memory(part, device, needed_bytes, free_bytes)
+    return part, weights
+
+
+def _with_head_as_stored(part: ModelPart, tensors: Tensors) -> ModelPart:
+    table, head, is_tied = _ends(part.whole, tensors)
+    if not part.whole.tie_word_embeddings:
+        return part
+    settle_table(tensors, table, head)
+    if not (is_tied and part.is_last and is_head_apart(tensors, table, head, part.whole.dtype)):
+        return part
+    log.warning("config.json ties the head to the embedding, and the files hold another: it is taken", tensor=head)
+    whole, own = (replace(config, tie_word_embeddings=False) for config in (part.whole, part.own))
+    return replace(part, whole=whole, own=own)
 
 
 def _ends(config: ModelConfig, tensors: Tensors) -> tuple[str, str, bool]:

@@ -6,6 +6,7 @@ A default stands for an absent key, as `transformers` has it for the family; a k
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ class RawConfig:
             values = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ModelError(f"cannot read {path}: {error.strerror}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter for brackets in brackets
             raise ModelError(f"{path} is not JSON: {error}") from None
         if not isinstance(values, dict):
             raise ModelError(f"{path} is not a JSON object")
@@ -48,7 +49,14 @@ class RawConfig:
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(f"{key} must be a positive integer, not {value!r}")
+        if value > sys.maxsize:
+            raise self.error(f"{key} is larger than {sys.maxsize}")
         return value
+
+    def count(self, key: str, default: int = 0) -> int:
+        """At least 0; null counts as absent."""
+        value = self.get(key)
+        return 0 if (default if value is None else value) == 0 else self.integer(key, default)
 
     def optional_integer(self, key: str, default: int | None = None) -> int | None:
         """At least 1, or None where the key is null."""
@@ -60,7 +68,17 @@ class RawConfig:
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(f"{key} must be a number, not {value!r}")
+        if not _is_finite(value):
+            raise self.error(f"{key} must be a finite number, not {value!r:.40}")
         return float(value)
+
+    def positive_number(self, key: str, default: float | None = None, above: float = 0.0) -> float:
+        """More than `above` and less than 10^15, so that what is computed with it stays finite; null counts as
+        absent."""
+        value = self.number(key, default)
+        if not above < value < 1e15:
+            raise self.error(f"{key} must be more than {above:g} and less than 1e15, not {value!r}")
+        return value
 
     def optional_number(self, key: str, default: float | None = None) -> float | None:
         """None where the key is null."""
@@ -69,11 +87,27 @@ class RawConfig:
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         """A list of exactly `count` numbers."""
         value = self.get(key)
-        if not isinstance(value, list) or not all(isinstance(each, int | float) for each in value):
+        if not isinstance(value, list) or not all(isinstance(each, int | float) and _is_finite(each) for each in value):
             raise self.error(f"{key} must be a list of numbers, not {value!r:.40}")
         if len(value) != count:
             raise self.error(f"{key} has {len(value)} numbers, {count} are needed")
         return tuple(map(float, value))
+
+    def text(self, key: str, default: str) -> str:
+        """Null counts as absent."""
+        value = self.get(key)
+        value = default if value is None else value
+        if not isinstance(value, str):
+            raise self.error(f"{key} must be a string, not {value!r:.40}")
+        return value
+
+    def list_of(self, kind: type, key: str) -> list[Any]:
+        """A list of such values; an empty one where the key is absent or null."""
+        value = self.get(key)
+        value = [] if value is None else value
+        if not isinstance(value, list) or not all(isinstance(each, kind) for each in value):
+            raise self.error(f"{key} must be a list of {kind.__name__}, not {value!r:.40}")
+        return value
 
     def flag(self, key: str, default: bool = False) -> bool:
         """Null counts as absent."""
@@ -100,3 +134,8 @@ class RawConfig:
 
     def __bool__(self) -> bool:
         return bool(self._values)
+
+
+def _is_finite(value: float) -> bool:
+    """Python's JSON has NaN and Infinity, and integers that no float holds."""
+    return abs(value) <= sys.float_info.max

@@ -20,6 +20,8 @@ import torch
 
 from worker_svc.models.raw_config import RawConfig
 
+_ROWS_AT_ONCE = 1 << 14  # of a table, while it is made
+
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -47,6 +49,10 @@ class Rope:
     long_factors: tuple[float, ...] = ()
     magnitude: float = 1.0  # of cosines and sines; for yarn and longrope
 
+    def table_bytes(self, max_model_len: int) -> int:
+        """What `rotary_table` takes, also while it is made."""
+        return max_model_len * self.size * 4
+
     def default_len(self, max_positions: int) -> int:
         """Tokens in a sequence, unless `max_model_len` is larger; `max_positions` is the model's own number."""
         if self.kind == "longrope":
@@ -63,21 +69,33 @@ class Rope:
 def read_rope(
     raw: RawConfig, head_size: int, theta: float = 10000.0, kind_aliases: dict[str, str] | None = None
 ) -> Rope:
-    """Since transformers 5 all stands in `rope_parameters`, before that in `rope_scaling` and keys of its own."""
-    parameters = raw.part("rope_parameters") or raw.part("rope_scaling")
-    return rope_from(raw, parameters, head_size, raw.number("rope_theta", theta), kind_aliases)
+    """The rotation of all layers alike; `theta` where the file names none. Raises ModelError."""
+    return rope_from(raw, rope_parameters(raw), head_size, raw.number("rope_theta", theta), kind_aliases)
+
+
+def rope_parameters(raw: RawConfig, layer_type: str = "") -> RawConfig:
+    """What a file says of its rotation, or of that of one type of layers where types have their own.
+
+    Since transformers 5 it stands in `rope_parameters`, before that in `rope_scaling`. Where a file has both, that
+    library goes by `rope_scaling`, which users add to files of theirs to stretch a model, and with types of layers it
+    adds its keys to those of the type.
+    """
+    new, old = raw.part("rope_parameters"), raw.part("rope_scaling")
+    if layer_type:
+        return old.merged(**dict(new.part(layer_type).items()))
+    return old or new
 
 
 def rope_from(
     raw: RawConfig, parameters: RawConfig, head_size: int, theta: float, kind_aliases: dict[str, str] | None = None
 ) -> Rope:
     """One kind of layers' parameters; `theta` where they name none."""
-    theta = parameters.number("rope_theta", theta)
+    theta = parameters.positive_number("rope_theta", theta, above=1.0)
     share = parameters.number("partial_rotary_factor", raw.number("partial_rotary_factor", 1.0))
     size = int(head_size * share)
     if size % 2 or not 0 < size <= head_size:
         raise raw.error(f"{size} of a head's {head_size} elements are turned; rotary embedding needs pairs")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    kind = parameters.text("rope_type", parameters.text("type", "default"))
     kind = (kind_aliases or {}).get(kind, kind)
     if kind not in KINDS:
         raise raw.error(f"rope type {kind!r} is not supported; known: {', '.join(KINDS)}")
@@ -86,14 +104,14 @@ def rope_from(
     if kind in ("linear", "llama3", "dynamic") and "factor" not in parameters:
         raise raw.error(f"rope type {kind} lacks 'factor'")
     if kind == "linear":
-        return Rope(size, theta, kind, parameters.number("factor"))
+        return Rope(size, theta, kind, parameters.positive_number("factor"))
     longest = raw.integer("max_position_embeddings")
     if kind == "dynamic":
-        return Rope(size, theta, kind, parameters.number("factor"), longest)
+        return Rope(size, theta, kind, parameters.positive_number("factor"), longest)
     original = raw.integer(
         "original_max_position_embeddings", parameters.integer("original_max_position_embeddings", longest)
     )
-    factor = parameters.number("factor", longest / original)
+    factor = parameters.positive_number("factor", longest / original)
     if kind == "llama3":
         low, high = parameters.number("low_freq_factor"), parameters.number("high_freq_factor")
         return Rope(size, theta, kind, factor, original, low, high)
@@ -104,11 +122,13 @@ def rope_from(
             kind,
             factor,
             original,
-            beta_fast=parameters.number("beta_fast", 32.0) or 32.0,
-            beta_slow=parameters.number("beta_slow", 1.0) or 1.0,
+            beta_fast=parameters.positive_number("beta_fast") if parameters.get("beta_fast") else 32.0,
+            beta_slow=parameters.positive_number("beta_slow") if parameters.get("beta_slow") else 1.0,
             truncate=parameters.flag("truncate", True),
             magnitude=parameters.number("attention_factor", _yarn_magnitude(factor, parameters)),
         )
+    if original == 1:
+        raise raw.error("rope type longrope goes by a trained length, and original_max_position_embeddings is 1")
     magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return Rope(
         size,
@@ -126,8 +146,12 @@ def rotary_table(rope: Rope, max_model_len: int, device: str | torch.device) -> 
     """f32[max_model_len, rope.size]: the cosines of a position's size / 2 angles, then their sines."""
     exponents = torch.arange(0, rope.size, 2, dtype=torch.float32) / rope.size
     frequencies = _stretched(1.0 / rope.theta**exponents, rope, max_model_len)
-    angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
-    return (torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.magnitude).to(device)
+    table = torch.empty(max_model_len, rope.size)
+    for first in range(0, max_model_len, _ROWS_AT_ONCE):  # in place, as a table of a million positions is large
+        rows = table[first : first + _ROWS_AT_ONCE]
+        angles = torch.arange(first, first + len(rows), dtype=torch.float32)[:, None] * frequencies
+        torch.cat((angles.cos(), angles.sin()), dim=-1, out=rows)
+    return table.mul_(rope.magnitude).to(device)
 
 
 def _stretched(frequencies: torch.Tensor, rope: Rope, max_model_len: int) -> torch.Tensor:

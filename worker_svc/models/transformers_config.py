@@ -36,6 +36,16 @@ def read_config(folder: Path, trust_remote_code: bool) -> Any:
 
 def sizes_of(config: Any, architecture: str, max_model_len: int | None) -> Sizes:
     """Raises ModelError, with the architecture's name, for what the paged cache cannot serve."""
+    try:
+        return _sizes(config, architecture, max_model_len)
+    except ModelError:
+        raise
+    except Exception as error:  # what some configurations raise for a key that is another by layer
+        why = " ".join(str(error).split())[:300]
+        raise ModelError(f"architecture {architecture} is not supported: {why}") from None
+
+
+def _sizes(config: Any, architecture: str, max_model_len: int | None) -> Sizes:
     if why := _other_decoder(config, architecture) or _refusal(config, max_model_len):
         raise ModelError(f"architecture {architecture} is not supported: {why}")
     num_heads = int(config.num_attention_heads)
@@ -83,8 +93,9 @@ def _refusal(config: Any, max_model_len: int | None) -> str | None:
     if not getattr(config, "max_position_embeddings", None):
         return "its configuration does not tell how long a sequence may be"
     rope = getattr(config, "rope_parameters", None) or {}
-    if (kind := rope.get("rope_type")) in _LENGTH_DEPENDENT_ROPES:
-        trained = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-        if (max_model_len or config.max_position_embeddings) > trained:
-            return f"rope type {kind} changes with a sequence's length; max_model_len {trained} can be served"
+    for part in (rope, *(each for each in rope.values() if isinstance(each, dict))):  # some have one a type of layers
+        if (kind := part.get("rope_type")) in _LENGTH_DEPENDENT_ROPES:
+            trained = part.get("original_max_position_embeddings") or config.max_position_embeddings
+            if (max_model_len or config.max_position_embeddings) > trained:
+                return f"rope type {kind} changes with a sequence's length; max_model_len {trained} can be served"
     return None

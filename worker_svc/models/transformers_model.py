@@ -30,9 +30,10 @@ _INTERFACE = "octavo_paged"  # the name under which `transformers` knows our att
 class StepContext:
     """What attention has to know of the step that runs; every attention module holds the model's one."""
 
-    def __init__(self, config: ModelConfig, device: torch.device, layer_types: list[str] | None) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device, raw: Any) -> None:
+        """`raw`: the library's configuration."""
         self.config, self.kernels = config, kernels_for(device)
-        self.layer_types = layer_types
+        self.has_window = _has_window(raw, config)
         self.caches: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.attention: AttentionMetadata | None = None
         self.attention_options: dict[str, Any] = {}  # `AttentionMetadata.shared_options`
@@ -66,7 +67,7 @@ class TransformersModel:
         AttentionInterface.register(_INTERFACE, _attend)
         raw = read_config(folder, trust_remote_code)
         self._model = _load(folder, raw, config, load_format, seed, trust_remote_code).to(device).eval()
-        self._context = StepContext(config, device, getattr(raw, "layer_types", None))
+        self._context = StepContext(config, device, raw)
         if getattr(self._model, "_is_stateful", False):
             raise self._context.refuse("it keeps a recurrent state")
         if not getattr(self._model, "_supports_attention_backend", False):
@@ -159,7 +160,7 @@ def _attend(
             raise context.refuse(
                 f"keys or values of {found[0]} heads of {found[1]}, not {expected[0]} of {expected[1]}"
             )
-    if context.layer_types and context.layer_types[layer] == "sliding_attention" and not sliding_window:
+    if context.has_window[layer] and not sliding_window:
         raise context.refuse("its attention does not tell its window")
     context.layers_seen.add(layer)
     key_cache, value_cache = context.caches[layer]
@@ -184,6 +185,14 @@ def _attend(
         **context.attention_options,
     )
     return out[None], None
+
+
+def _has_window(raw: Any, config: ModelConfig) -> list[bool]:
+    """By layer, whether it sees less than a sequence may have. Some models say it in a mask alone, and none is made."""
+    if layer_types := getattr(raw, "layer_types", None):
+        return [each == "sliding_attention" for each in layer_types]
+    window = getattr(raw, "sliding_window", None) if getattr(raw, "use_sliding_window", True) else None
+    return [window is not None and window < config.max_model_len] * config.num_layers
 
 
 def _by_token(x: torch.Tensor) -> torch.Tensor:

@@ -141,6 +141,8 @@ def _pickled(path: Path) -> Iterator[tuple[str, StoredTensor]]:
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             raise ModelError(f"{path}: {name} is a {type(tensor).__name__}, not a tensor")
+        if tensor.layout != torch.strided or tensor.is_meta:
+            raise ModelError(f"{path}: tensor {name} is sparse or without numbers, and is not read")
         yield name, MadeTensor(tuple(tensor.shape), tensor.dtype, tensor.detach)
 
 

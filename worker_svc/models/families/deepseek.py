@@ -39,7 +39,7 @@ def deepseek_v3(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
         norm_topk_prob=True,
     )
     sizes, style = _deepseek(raw, latent, scores="sigmoid", method="noaux_tc")
-    return sizes, replace(style, num_extra_layers=raw.get("num_nextn_predict_layers") or 0)
+    return sizes, replace(style, num_extra_layers=raw.count("num_nextn_predict_layers"))
 
 
 def _deepseek(

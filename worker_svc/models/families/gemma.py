@@ -10,13 +10,15 @@ from worker_svc.models.families.llama_style import accept_only, read_activation
 from worker_svc.models.families.sizes import Sizes, read_sizes
 from worker_svc.models.families.windows import alternating_windows
 from worker_svc.models.raw_config import RawConfig
-from worker_svc.models.rope import read_rope, rope_from
+from worker_svc.models.rope import read_rope, rope_from, rope_parameters
 from worker_svc.models.style import DecoderStyle
 
 
 def gemma(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
-    """The first Gemma: embeddings scaled, norms that add one to their weight."""
-    return _gemma(raw, num_key_value_heads=16)
+    """The first Gemma: embeddings scaled, norms that add one to their weight. Its files write gelu where they mean the
+    approximation."""
+    sizes, style = _gemma(raw, num_key_value_heads=16, activation_key="hidden_act")
+    return sizes, replace(style, activation="gelu_tanh") if style.activation == "gelu" else style
 
 
 def gemma2(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
@@ -25,7 +27,7 @@ def gemma2(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
     return sizes, replace(
         style,
         names=names.GEMMA2,
-        attention_scale=raw.number("query_pre_attn_scalar", 256) ** -0.5,
+        attention_scale=raw.positive_number("query_pre_attn_scalar", 256) ** -0.5,
         windows=alternating_windows(raw, sizes, pattern=2),
         attention_soft_cap=raw.optional_number("attn_logit_softcapping", 50.0) or 0.0,
         logit_soft_cap=raw.optional_number("final_logit_softcapping", 30.0) or 0.0,
@@ -37,17 +39,16 @@ def gemma3(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
     accept_only(raw, "attn_logit_softcapping", None)  # `transformers` has it in the configuration, and no code for it
     sizes, style = _gemma(raw, num_key_value_heads=4)
     windows = alternating_windows(raw, sizes, pattern=raw.integer("sliding_window_pattern", 6))
-    new, old = raw.part("rope_parameters"), raw.part("rope_scaling")
     theta, local_theta = raw.number("rope_theta", 1e6), raw.number("rope_local_base_freq", 1e4)
     ropes = (
-        rope_from(raw, new.part("full_attention") or old, sizes.head_size, theta),
-        rope_from(raw, new.part("sliding_attention"), sizes.head_size, local_theta),
+        rope_from(raw, rope_parameters(raw, "full_attention"), sizes.head_size, theta),
+        rope_from(raw, raw.part("rope_parameters").part("sliding_attention"), sizes.head_size, local_theta),
     )
     return sizes, replace(
         style,
         names=names.GEMMA2,
         has_head_norms=True,
-        attention_scale=raw.number("query_pre_attn_scalar", 256) ** -0.5,
+        attention_scale=raw.positive_number("query_pre_attn_scalar", 256) ** -0.5,
         windows=windows,
         ropes=ropes,
         rope_of_layer=tuple(int(window > 0) for window in windows),
@@ -55,20 +56,20 @@ def gemma3(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
     )
 
 
-def _gemma(raw: RawConfig, num_key_value_heads: int) -> tuple[Sizes, DecoderStyle]:
-    """What all of them share; the first release writes gelu where it means the approximation."""
+def _gemma(
+    raw: RawConfig, num_key_value_heads: int, activation_key: str = "hidden_activation"
+) -> tuple[Sizes, DecoderStyle]:
+    """What all of them share."""
     accept_only(raw, "use_bidirectional_attention", False)
     raw = raw.merged(head_dim=256, num_key_value_heads=num_key_value_heads, tie_word_embeddings=True)
     sizes, bias = read_sizes(raw), raw.flag("attention_bias")
-    key = "hidden_activation" if "hidden_activation" in raw else "hidden_act"
-    activation = read_activation(raw, key, "gelu_pytorch_tanh")
     nested = raw.part("rope_parameters").part("full_attention")
     return sizes, DecoderStyle(
         norm_eps=raw.number("rms_norm_eps", 1e-6),
         norm_weight_offset=1.0,
         qkv_bias=bias,
         attention_out_bias=bias,
-        activation="gelu_tanh" if activation == "gelu" else activation,
+        activation=read_activation(raw, activation_key, "gelu_pytorch_tanh"),
         ropes=() if nested else (read_rope(raw, sizes.head_size),),
         embedding_scale=math.sqrt(sizes.hidden_size),
     )

@@ -7,7 +7,7 @@ from worker_svc.models.families.llama_style import accept_only, llama_style
 from worker_svc.models.families.sizes import Sizes, read_sizes
 from worker_svc.models.families.windows import alternating_windows
 from worker_svc.models.raw_config import RawConfig
-from worker_svc.models.rope import read_rope
+from worker_svc.models.rope import read_rope, rope_parameters
 from worker_svc.models.style import DecoderStyle, ExpertStyle
 
 _GPT_OSS_ROPE = {  # where a file says nothing of it
@@ -23,7 +23,7 @@ _GPT_OSS_ROPE = {  # where a file says nothing of it
 def gpt_oss(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
     """Sinks, a window on every other layer, biases, and in every layer experts with a gate that is cut off."""
     accept_only(raw, "hidden_act", "silu")
-    if not (raw.part("rope_parameters") or raw.part("rope_scaling")):
+    if not rope_parameters(raw):
         raw = raw.merged(rope_parameters=_GPT_OSS_ROPE)
     raw = raw.merged(head_dim=64, num_key_value_heads=8, sliding_window=128, rms_norm_eps=1e-5)
     sizes, bias = read_sizes(raw), raw.flag("attention_bias", True)

@@ -32,7 +32,7 @@ def llama_style(raw: RawConfig, sizes: Sizes, **differences: Any) -> DecoderStyl
 
 def read_activation(raw: RawConfig, key: str, default: str) -> Activation:
     """What the key names, or the default where it is absent. Raises ModelError for what no kernel computes."""
-    name = raw.get(key) or default
+    name = raw.text(key, default)
     if name not in _ACTIVATIONS:
         raise raw.error(f"{key} {name!r} is not supported; known: {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]

@@ -28,13 +28,14 @@ def qwen3(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
 def qwen3_moe(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
     """Qwen3 with experts in place of the MLP, in all layers or every n-th."""
     sizes = read_sizes(raw.merged(num_key_value_heads=4))
-    bias, step, dense = raw.flag("attention_bias"), raw.integer("decoder_sparse_step", 1), raw.get("mlp_only_layers")
+    bias, step = raw.flag("attention_bias"), raw.integer("decoder_sparse_step", 1)
+    dense = set(raw.list_of(int, "mlp_only_layers"))
     experts = ExpertStyle(
         num_experts=raw.integer("num_experts", raw.get("num_local_experts", 128)),
         num_chosen=raw.integer("num_experts_per_tok", 8),
         intermediate_size=raw.integer("moe_intermediate_size", 768),
         is_normalized=raw.flag("norm_topk_prob"),
-        is_sparse=tuple(i not in (dense or ()) and (i + 1) % step == 0 for i in range(sizes.num_layers)),
+        is_sparse=tuple(i not in dense and (i + 1) % step == 0 for i in range(sizes.num_layers)),
     )
     style = llama_style(raw, sizes, qkv_bias=bias, attention_out_bias=bias, has_head_norms=True, experts=experts)
     windows = same_windows(raw, sizes, 4096) if raw.flag("use_sliding_window") else ()

@@ -16,7 +16,7 @@ def qwen_windows(raw: RawConfig, sizes: Sizes) -> tuple[int, ...]:
     """From layer `max_window_layers` on, where windows are used at all."""
     if not raw.flag("use_sliding_window"):
         return ()
-    first = raw.get("max_window_layers", 28)
+    first = raw.count("max_window_layers", 28)
     return _typed_windows(raw, [i >= first for i in range(sizes.num_layers)])
 
 
@@ -27,13 +27,13 @@ def alternating_windows(raw: RawConfig, sizes: Sizes, pattern: int) -> tuple[int
 
 def _typed_windows(raw: RawConfig, slides: list[bool]) -> tuple[int, ...]:
     """By layer, as `layer_types` says, or as `slides` where that is absent."""
-    types = raw.get("layer_types")
-    if types is not None:
-        if not isinstance(types, list) or len(types) != len(slides):
+    if "layer_types" in raw:
+        types = raw.list_of(str, "layer_types")
+        if len(types) != len(slides):
             raise raw.error(f"layer_types must name a type for each of {len(slides)} layers")
         unknown = set(types) - {"sliding_attention", "full_attention"}
         if unknown:
-            raise raw.error(f"layer_types: {min(map(str, unknown))!r} is not supported")
+            raise raw.error(f"layer_types: {min(unknown)!r} is not supported")
         slides = [each == "sliding_attention" for each in types]
     window = raw.optional_integer("sliding_window", 4096)
     return tuple((window or 0) if each else 0 for each in slides)

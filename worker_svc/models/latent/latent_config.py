@@ -10,7 +10,7 @@ import torch
 
 from worker_svc.models.errors import ModelError
 from worker_svc.models.raw_config import RawConfig
-from worker_svc.models.rope import Rope
+from worker_svc.models.rope import Rope, rope_parameters
 from worker_svc.models.style import DecoderStyle, ExpertStyle, GroupedChoice, LatentStyle
 
 
@@ -43,7 +43,7 @@ def check_cache_type(
 def latent_scale(raw: RawConfig, latent: LatentStyle, rope: Rope) -> float:
     """Of logits: a stretched rotation makes attention sharper by the square of `mscale_all_dim`'s logarithm."""
     scale = 1.0 / math.sqrt(latent.query_size)
-    stretch = (raw.part("rope_parameters") or raw.part("rope_scaling")).number("mscale_all_dim", 0.0)
+    stretch = rope_parameters(raw).number("mscale_all_dim", 0.0)
     if rope.kind != "default" and stretch and rope.factor > 1:
         scale *= (0.1 * stretch * math.log(rope.factor) + 1.0) ** 2
     return scale
@@ -61,7 +61,7 @@ def read_experts(
     known = ("greedy", "group_limited_greedy") if scores == "softmax" else ("noaux_tc",)
     if method not in known:
         raise raw.error(f"topk_method {method!r} is not supported, only {' and '.join(known)}")
-    first, step = raw.get("first_k_dense_replace") or 0, raw.integer("moe_layer_freq", 1)
+    first, step = raw.count("first_k_dense_replace"), raw.integer("moe_layer_freq", 1)
     choice = GroupedChoice(scores, is_biased=method == "noaux_tc", scale=raw.number("routed_scaling_factor", 1.0))
     num_experts, num_chosen = raw.integer("n_routed_experts"), raw.integer("num_experts_per_tok")
     if method != "greedy":
@@ -72,7 +72,7 @@ def read_experts(
         intermediate_size=raw.integer("moe_intermediate_size"),
         is_normalized=raw.flag("norm_topk_prob"),
         is_sparse=tuple(layer >= first and layer % step == 0 for layer in range(num_layers)),
-        num_shared=raw.get("n_shared_experts") or 0,
+        num_shared=raw.count("n_shared_experts"),
         choice=choice,
     )
 

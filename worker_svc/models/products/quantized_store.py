@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-_LAYOUT_VERSION = 6  # to be counted up with every change of what is made of the same weights
+_LAYOUT_VERSION = 7  # to be counted up with every change of what is made of the same weights
 _PACKED, _SCALE, _RECORDS, _BIAS = "packed", "scale", "records", "bias"
 _OUTPUTS, _CHECKSUM = "outputs", "checksum"  # how many there are; of the other parts
 KEEPING = "quantised weights are written"  # the name of the thread

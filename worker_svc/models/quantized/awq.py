@@ -74,6 +74,7 @@ class AwqFormat:
     group_size: int  # -1: all inputs
     name: str = "awq"
     leaves: frozenset[str] = LEAVES
+    patterns: tuple[str, ...] = ()
 
     @property
     def usual(self) -> UsualWeight:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Protocol
 
 from worker_svc.models.checkpoint.stored_tensor import StoredTensor
+from worker_svc.models.errors import ModelError
+from worker_svc.models.patterns import why_too_slow
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
 from worker_svc.models.quantized.stored_module import StoredModule
 from worker_svc.models.quantized.usual_weight import UsualWeight
@@ -28,6 +30,10 @@ class CheckpointFormat(Protocol):
     def usual(self) -> UsualWeight:
         """What most layers' weights are like."""
 
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Regular expressions that `tensor_of` matches beginnings of layers' names with."""
+
     def tensor_of(self, module: StoredModule) -> QuantizedTensor | None:
         """The weight of a layer with some of these tensors; None where it is plain. Raises ModelError."""
 
@@ -46,6 +52,8 @@ def with_quantized(
         if leaf in format_.leaves:
             modules[module][leaf] = tensor
     found = dict(tensors)
+    if (why := why_too_slow(format_.patterns, list(modules), "quantization_config")) is not None:
+        raise ModelError(f"{folder / 'config.json'}: {why}")
     for name, leaves in modules.items():
         weight = format_.tensor_of(StoredModule(folder, format_.name, name, leaves))
         if weight is not None:

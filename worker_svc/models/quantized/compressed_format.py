@@ -58,6 +58,11 @@ class CompressedFormat:
             numbers = Numbers.UINT4 if first.bits == 4 and _PACKED in self.name else Numbers.INT8
         return UsualWeight(numbers, first.block[1] if first.block else first.group_size, first.inputs)
 
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """See `CheckpointFormat`."""
+        return tuple(target[3:] for each in self.schemes for target in each.targets if target.startswith("re:"))
+
     def tensor_of(self, module: StoredModule) -> QuantizedTensor | None:
         """See `CheckpointFormat`."""
         weight = module.tensors.get("weight")

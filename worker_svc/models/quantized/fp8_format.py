@@ -22,6 +22,7 @@ class Fp8Format:
     block: tuple[int, int] | None  # outputs and inputs that share a scale; None: as the scales' shape says
     name: str = "fp8"
     leaves: frozenset[str] = LEAVES
+    patterns: tuple[str, ...] = ()
 
     @property
     def usual(self) -> UsualWeight:

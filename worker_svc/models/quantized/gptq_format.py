@@ -38,6 +38,11 @@ class GptqFormat:
             Numbers.UINT4 if self.bits == 4 else Numbers.INT8, self.group_size if self.group_size > 0 else None
         )
 
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """See `CheckpointFormat`."""
+        return tuple(pattern for pattern, *_ in self.dynamic)
+
     def tensor_of(self, module: StoredModule) -> GptqTensor:
         """See `CheckpointFormat`."""
         own = self

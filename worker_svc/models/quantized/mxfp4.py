@@ -59,6 +59,7 @@ class Mxfp4Format:
 
     name: str = "mxfp4"
     leaves: frozenset[str] = frozenset({"blocks", "scales"})
+    patterns: tuple[str, ...] = ()
 
     @property
     def usual(self) -> UsualWeight:
