@@ -217,12 +217,17 @@ async def test_adapters_that_no_disk_gives_keep_others_waiting_for_a_while_only(
         await setup.load("healthy", stream.epoch)
     assert await setup.loaded() == {"healthy": 1}
     reads = adapter_reads.AdapterReads(most=1)
-    waiting = asyncio.create_task(reads.read(disk_answers.wait))  # type: ignore[arg-type]
+
+    def read_one() -> Adapter:
+        disk_answers.wait()
+        return Adapter("", {}, b"")
+
+    waiting = asyncio.create_task(reads.read(read_one))
     await asyncio.sleep(0.01)
     with pytest.raises(AdapterError, match="1 adapters are being read already"):
-        await reads.read(disk_answers.wait)  # type: ignore[arg-type]
+        await reads.read(read_one)
     disk_answers.set()
-    assert await waiting
+    assert (await waiting).parts == {}
     await asyncio.gather(*hung, return_exceptions=True)
 
 

@@ -171,7 +171,7 @@ def test_a_lease_of_sizes_that_are_being_replaced_is_refused() -> None:
         has_begun.set()
         may_go_on.wait()
 
-    run.worker._runner.release_cache = release  # type: ignore[method-assign]
+    run.worker._runner.release_cache = release  # type: ignore[method-assign]  # the step that is held
     replaced = run.worker.initialize(replace(run.worker.bounds, max_num_seqs=1))
     assert has_begun.wait(DEADLINE_S)
     begun = run.worker.begin(2)
@@ -204,7 +204,7 @@ def test_the_process_ends_where_steps_cannot_be_answered() -> None:
         raise AssertionError("a mistake of ours")
 
     assert run.worker._pipeline is not None
-    run.worker._pipeline.settle = settle  # type: ignore[method-assign]
+    run.worker._pipeline.settle = settle  # type: ignore[method-assign]  # the mistake
     with pytest.raises(AssertionError):
         run.worker.end().result(DEADLINE_S)
     assert run.ends.is_set()
