@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -229,6 +230,30 @@ async def test_adapters_that_no_disk_gives_keep_others_waiting_for_a_while_only(
     disk_answers.set()
     assert (await waiting).parts == {}
     await asyncio.gather(*hung, return_exceptions=True)
+
+
+async def test_a_read_that_fails_when_its_caller_has_given_up_is_no_error_of_the_event_loop() -> None:
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    disk_answers, reads = threading.Event(), adapter_reads.AdapterReads(most=1)
+
+    def fail() -> Adapter:
+        disk_answers.wait()
+        raise AdapterError("no adapter")
+
+    reading = asyncio.create_task(reads.read(fail))
+    await asyncio.sleep(0.01)
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    (future,) = reads._reads
+    disk_answers.set()
+    with pytest.raises(AdapterError):
+        await asyncio.wrap_future(future)
+    await asyncio.sleep(0)  # what waited for it before is told
+    del future, reading
+    reads._reads.clear()
+    gc.collect()
+    assert not told
 
 
 async def test_a_path_that_is_none_has_its_reason(setup: Setup) -> None:

@@ -33,5 +33,12 @@ class AdapterReads:
             thread.stop(timeout_s=0.0)  # when it has read
             self._reads.add(future)
             reading = asyncio.wrap_future(future)
+            reading.add_done_callback(_see)
             await asyncio.wait([reading], timeout=SLOW_S)
         return await reading
+
+
+def _see(reading: asyncio.Future[Adapter]) -> None:
+    """Of a read whose caller has given up, asyncio would complain that nobody has looked at its error."""
+    if not reading.cancelled():
+        reading.exception()
