@@ -46,7 +46,9 @@ SERVICE = "octavo.v1.Inference"
 _DONE = object()
 _PAUSE_S = 1e-3  # the shortest that an event loop waits
 MAX_READ_BYTES = 65_536  # of a request that is read here, on the event loop: well below a millisecond
-MAX_TOKENS_AT_ONCE = 2048  # of which a group is made on the event loop; of more, on a thread
+# Of so much a group is made on the event loop; of more, on a thread.
+MAX_TOKENS_AT_ONCE = 2048
+MAX_STOP_CHARS_AT_ONCE = 512
 
 
 class Texts(Protocol):
@@ -221,7 +223,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def _new_group(self, prepared: PreparedText, arrival_ns: int) -> SequenceGroup:
         num_tokens = len(prepared.token_ids) + sum(len(output.token_ids) for output in prepared.request.resume)
-        if num_tokens <= MAX_TOKENS_AT_ONCE:
+        num_stop_chars = sum(map(len, prepared.request.sampling_params.stop))
+        if num_tokens <= MAX_TOKENS_AT_ONCE and num_stop_chars <= MAX_STOP_CHARS_AT_ONCE:
             return self._frontend.new_group(prepared, arrival_ns)
         return await asyncio.to_thread(self._frontend.new_group, prepared, arrival_ns)
 

@@ -31,6 +31,7 @@ from scheduler_svc.core.blocks.prefix_finder import PrefixFinder
 from scheduler_svc.core.queues.policy import Policy
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.sequences.sequence_columns import SequenceColumns
+from scheduler_svc.core.sequences.token_lines import TokenLines
 from scheduler_svc.leases.step_statistics import StepStatistics
 from scheduler_svc.leases.worker_handle import WorkerHandle
 from scheduler_svc.routing.prefix_index import PrefixIndex
@@ -195,6 +196,9 @@ class _Walk:
             return Node("count", int(repr(value)[6:-1]))
         if kind is random.Random:
             return Node("random", value.getstate())
+        if kind is TokenLines:
+            self._num_bytes += 4 * len(value.before)
+            return Node("token_lines", value.before[:])
         if kind is SequenceColumns:
             return Node(kind, {**self._attributes(kind, value), "tables": _tables(value)})
         if kind.__module__.startswith("scheduler_svc."):

@@ -7,13 +7,11 @@ from typing import Any
 
 from google.protobuf import json_format
 
-from scheduler_svc.core.sequences.beam_search import BeamSearch, _Beam
+from scheduler_svc.core.sequences.beam_search import BeamSearch
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup
 from scheduler_svc.flight.hidden import Hidden
 from scheduler_svc.flight.image import GROUP_FIELDS, SEQUENCE_FIELDS, Image, Inline, Node, Ref
 
-# Values of these fields are tokens, and something else stands in a file.
-_OF_TOKENS: dict[tuple[Any, str], Any] = {(_Beam, "token_id"): 0}
 _NAMES = frozenset(("tenant", "share", "adapter", "model"))  # of groups
 _MESSAGE_FIELDS = (
     "max_loras", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "parallel",
@@ -50,6 +48,8 @@ class ImageForm:
             return [kind, self._values(keys), self._values(values)]
         if kind == "array":
             return [kind, what.dtype.str, list(what.shape), what.ravel().tolist()]
+        if kind == "token_lines":
+            return [kind, what.tolist()]
         if kind == "random":
             version, state, gauss = what
             return [kind, version, list(state), gauss]
@@ -58,11 +58,9 @@ class ImageForm:
         return ["object", f"{kind.__module__}.{kind.__qualname__}", self._attributes(kind, what)]
 
     def _attributes(self, kind: type, attributes: dict[str, Any]) -> dict[str, Any]:
-        form = {}
+        form: dict[str, Any] = {}
         for name, value in attributes.items():
-            if (kind, name) in _OF_TOKENS:
-                form[name] = _OF_TOKENS[kind, name]
-            elif kind is BeamSearch and name == "_stop_token_ids":
+            if kind is BeamSearch and name == "_stop_token_ids":
                 form[name] = ["stops", kind.__name__]
             elif name == "tables":
                 form[name] = ["tables", [[slot, blocks.tolist()] for slot, blocks in value]]

@@ -24,6 +24,7 @@ from scheduler_svc.core.blocks.prefix_finder import PrefixFinder
 from scheduler_svc.core.queues.policy import Policy
 from scheduler_svc.core.sequences.sequence import SequenceStatus
 from scheduler_svc.core.sequences.sequence_columns import SequenceColumns
+from scheduler_svc.core.sequences.token_lines import TokenLines
 from scheduler_svc.flight.errors import BadRecord
 from scheduler_svc.flight.hidden import digest_of
 from scheduler_svc.flight.replayed_groups import EOS, ReplayedGroup, ReplayedSequence, group_of_image
@@ -89,6 +90,8 @@ class RestoredImage:
             return ReplayedSequence.__new__(ReplayedSequence)
         if kind == "array":
             return np.array(node[3], np.dtype(node[1])).reshape(node[2])
+        if kind == "token_lines":
+            return TokenLines.of_unknown_tokens(node[1])
         if kind == "objects":
             return np.full(len(node[1]), None, object)
         if kind == "count":

@@ -65,6 +65,16 @@ class AdapterGate:
         self._num_due += self._passed_over.get(adapter, 0) >= self.max_passed_over
         return False
 
+    def may_admit(self, adapter: str) -> bool:
+        """Whether some group of this adapter may join in this round; asking changes nothing.
+
+        True where that depends on who is asked about before it.
+        """
+        if not adapter:
+            return True
+        has_room = adapter in self._active or len(self._active) < self.max_loras
+        return has_room and adapter in self._loaded and adapter not in self._waiting
+
     def admitted(self, adapter: str) -> None:
         """A group that `admits` let through has joined: it passed over everybody who found no room before it."""
         if not adapter:

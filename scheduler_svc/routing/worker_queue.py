@@ -74,12 +74,13 @@ class WorkerQueue:
         head = self._looked_at = self._worker.waiting.peek()
         if head is None or not head.adapter:
             return head
-        groups = self._worker.waiting.candidates(LOOK_AHEAD)
+        waiting, gate = self._worker.waiting, self._worker.adapter_gate
+        groups = waiting.candidates(LOOK_AHEAD)
         found = self._first_admitted(groups)
-        if found is not None or len(groups) < LOOK_AHEAD:
+        if found is not None or len(groups) < LOOK_AHEAD or not any(map(gate.may_admit, waiting.adapters())):
             return found
         # Many of an adapter without room hide nobody behind them: the gate, asked on in the same order, refuses them.
-        behind = self._worker.waiting.candidates(1, self._is_admitted)
+        behind = waiting.candidates(1, self._is_admitted)
         return behind[0] if behind else None
 
     def _is_admitted(self, group: SequenceGroup) -> bool:

@@ -18,6 +18,7 @@ import torch
 
 from scheduler_svc.core.sequences.beam_search import BeamHypothesis, BeamSearch, Candidates, EarlyStopping
 from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.token_lines import NO_TOKEN, TokenLines
 from tests.tiny_models import make_tiny_llama
 
 TOLERANCE = 1e-4
@@ -284,6 +285,17 @@ def test_ties_go_to_the_better_parent_then_to_the_earlier_candidate() -> None:
     rows = [_row(t4=-2, t6=-2, t7=-2), _row(t1=-1, t2=-2, t3=-2), _row(t1=-1, t2=-2, t3=-2)]
     assert search.advance(rows) == [(1, 1), (2, 1), (0, 4)]
     assert [search.live_token_ids(beam) for beam in range(3)] == [[5, 1], [9, 1], [4, 4]]
+
+
+def test_lines_share_tokens_and_each_is_read_whole() -> None:
+    lines = TokenLines()
+    (a,) = lines.extend([NO_TOKEN], [7], [-0.5], [1])
+    b, c = lines.extend([a, a], [8, 9], [-0.25, -2.0], [1, 3])
+    (d,) = lines.extend([b], [7], [-1.0], [2])
+    assert lines.line(d) == ([7, 8, 7], [-0.5, -0.25, -1.0], [1, 1, 2])
+    assert lines.line(c) == ([7, 9], [-0.5, -2.0], [1, 3])
+    assert lines.line(NO_TOKEN) == ([], [], [])
+    assert list(lines.before) == [NO_TOKEN, a, a, b]
 
 
 def test_an_end_token_below_the_width_best_is_dropped() -> None:

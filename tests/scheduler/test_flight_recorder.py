@@ -30,6 +30,7 @@ from protos import worker_pb2
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.preemption import Preemption
 from scheduler_svc.core.queues.policy import POLICIES
+from scheduler_svc.core.sequences.beam_search import BeamSearch
 from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.engine_settings import EngineSettings
@@ -38,6 +39,7 @@ from scheduler_svc.flight import black_box, record_file
 from scheduler_svc.flight import recorder as recorder_module
 from scheduler_svc.flight.black_box import BlackBox
 from scheduler_svc.flight.errors import BadRecord
+from scheduler_svc.flight.image import image_of
 from scheduler_svc.flight.recorder import Fault, FlightRecorder, Recording
 from scheduler_svc.serving import Serving
 from scheduler_svc.tracing.group_trace import GroupTrace
@@ -249,6 +251,27 @@ def test_a_state_that_does_not_fit_is_left_out_and_the_steps_can_be_shown(
     assert "it can be shown and not be played: its state has" in capsys.readouterr().err
     assert main(["replay", str(path), "--steps", "0:2"]) == 0
     assert "begins its state has" in (said := capsys.readouterr().out) and len(said.splitlines()) == 5
+
+
+def test_a_long_and_wide_search_is_few_nodes() -> None:
+    """Each is looked at while the step loop waits."""
+    search = BeamSearch(16, num_returned=16, num_prompt_tokens=5, max_num_tokens=1000)
+    for _ in range(300):  # no beam ends, and each goes on: 4,800 tokens
+        rows = [(np.arange(16), np.linspace(-1.0, -9.0, 16, dtype=np.float32))] * search.num_live
+        search.advance(rows)
+    image = image_of({"search": search}, {}, 1 << 20)
+    assert len(image.nodes) < 20 and 4 * 4000 < image.num_bytes < 4 * 6000
+
+
+@pytest.mark.parametrize("before", [[0], [-1, 1], [-1, 2, 0], [-2]])
+def test_a_line_of_tokens_without_a_beginning_is_refused(
+    before: list[int], fleet: RecordedFleet, tmp_path: Path
+) -> None:
+    record = record_file.read(written(fleet.recording, fleet.engines[0].settings, tmp_path))
+    assert record.image is not None
+    record.image["nodes"].append(["token_lines", before])
+    with pytest.raises(BadRecord, match="before itself"):
+        Replay(record)
 
 
 def test_a_request_that_cannot_be_written_down_is_served_and_the_record_begins_anew(

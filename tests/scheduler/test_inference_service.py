@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,27 @@ async def test_who_resumes_gives_way_to_others_and_is_dropped_with_its_client(
     with pytest.raises(NotReady, match="draining"):
         await late
     assert pieces.count("b") == -(-900 // TOKENS_A_PIECE) and max(map(len, turns)) == 1
+
+
+@pytest.mark.parametrize(("stop", "is_on_the_loop"), [(["ab" * 50], True), (["ab" * 512] * 2, False)])
+async def test_a_group_that_takes_long_to_make_is_not_made_on_the_event_loop(
+    stop: list[str], is_on_the_loop: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_served_model(tmp_path)
+    core: Any = OpenCore()
+    service = _service(InlineTexts(model), core, Admission(9, 1 << 20), [ServedModels.of(model)])
+    made_on: list[int] = []
+    new_group = Frontend.new_group
+
+    def noted(*arguments: Any) -> Any:
+        made_on.append(threading.get_ident())
+        return new_group(*arguments)
+
+    monkeypatch.setattr(Frontend, "new_group", noted)
+    request = pb.GenerateRequest(prompt="abc", sampling_params=pb.SamplingParams(seed=5, stop=stop))
+    group, _ = await _prepare(service, request.SerializeToString())
+    assert list(group.sampling_params.stop) == stop
+    assert [ident == threading.get_ident() for ident in made_on] == [is_on_the_loop]
 
 
 class NoWayOut:

@@ -15,6 +15,7 @@ from scheduler_svc.core.scheduler_settings import SchedulerSettings
 from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.core.step_plan import SchedulerOutputs
 from scheduler_svc.engine.messages.step_encoder import decode, encode
+from scheduler_svc.leases.adapter_gate import AdapterGate
 from scheduler_svc.leases.worker_handle import AdapterRequest, WorkerHandle
 from scheduler_svc.routing.expected_outputs import FIRST_NUM_OUTPUTS
 from scheduler_svc.routing.rebinding import PAUSE_NS, Rebinding
@@ -422,3 +423,25 @@ def test_groups_whose_adapter_finds_no_room_hide_nobody_without_one():
     assert first in pool.handles[0].scheduler.groups.running and plain in pool.handles[0].scheduler.groups.running
     pool.run_to_end()
     assert all(group.is_finished for group in blocked)
+
+
+def test_where_no_adapter_has_room_the_rest_of_the_queue_is_not_read(monkeypatch: pytest.MonkeyPatch):
+    pool = Pool({"num_slots": 3, "adapters": ("a", "b"), "max_loras": 1})
+    pool.add([1] * 5, adapter="a", max_tokens=9)
+    pool.turn(0)
+    for number in range(3 * LOOK_AHEAD):
+        pool.add([number] * 5, adapter="b")
+    asked: list[str] = []
+    admits = AdapterGate.admits
+
+    def noted(gate: AdapterGate, adapter: str) -> bool:
+        asked.append(adapter)
+        return admits(gate, adapter)
+
+    monkeypatch.setattr(AdapterGate, "admits", noted)
+    pool.turn(0)
+    assert asked == ["b"] * LOOK_AHEAD
+    plain = pool.add([7] * 5)
+    pool.turn(0)
+    assert plain in pool.handles[0].scheduler.groups.running
+    pool.router.check_integrity()

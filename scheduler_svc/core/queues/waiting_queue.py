@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -78,6 +79,7 @@ class WaitingQueue:
         self._lanes: dict[str, _Lane] = {}  # none of them empty
         self._turns: list[_Turn] = []  # a heap; replaced entries stay until they reach the top or pile up
         self._arrivals = OrderedGroups()  # by time of arrival
+        self._num_of_adapter: dict[str, int] = {}  # groups, those on trial apart; none of them 0
         self._orders: Iterator[int] = itertools.count(1) if beside is None else beside._orders
         self._tickets = itertools.count()
 
@@ -100,6 +102,8 @@ class WaitingQueue:
         self._members[group] = _Member(lane, entry, arrival, num_tokens, group.is_on_trial)
         self.num_tokens += num_tokens
         self._arrivals.add(arrival)
+        if not group.is_on_trial:
+            self._num_of_adapter[group.adapter] = self._num_of_adapter.get(group.adapter, 0) + 1
         if lane is None:
             (self._trials if group.is_on_trial else self._first).add(entry)
         else:
@@ -172,6 +176,10 @@ class WaitingQueue:
             self._queue_up(lane)
         return found
 
+    def adapters(self) -> Collection[str]:
+        """Of all groups but those on trial, each once; "" is that of groups without one."""
+        return self._num_of_adapter.keys()
+
     def trials(self) -> list[SequenceGroup]:
         """Those on trial, in order."""
         return [group for _, group in self._trials]
@@ -206,6 +214,8 @@ class WaitingQueue:
             waiting += [group for _, group in entries]
         assert len(waiting) == len(self._members) and set(waiting) == self._members.keys(), "lanes and members disagree"
         assert {group for _, group in self._arrivals} == self._members.keys(), "arrivals and members disagree"
+        num_of_adapter = Counter(group.adapter for group, member in self._members.items() if not member.is_on_trial)
+        assert num_of_adapter == self._num_of_adapter, "adapters are miscounted"
         assert self.num_tokens == sum(member.num_tokens for member in self._members.values()), "tokens are miscounted"
 
     # ---- lanes ------------------------------------------------------------------------------------------------------
@@ -243,6 +253,10 @@ class WaitingQueue:
         lane, entry, arrival, num_tokens, is_on_trial = self._members.pop(group)
         self.num_tokens -= num_tokens
         self._arrivals.remove(arrival)
+        if not is_on_trial:
+            self._num_of_adapter[group.adapter] -= 1
+            if not self._num_of_adapter[group.adapter]:
+                del self._num_of_adapter[group.adapter]
         if lane is None:
             (self._trials if is_on_trial else self._first).remove(entry)
             return

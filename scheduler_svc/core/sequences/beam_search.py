@@ -17,7 +17,6 @@ was preempted or moved goes on with the live beams that are held here.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -27,6 +26,7 @@ import numpy.typing as npt
 
 from protos import inference_pb2
 from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.core.sequences.token_lines import NO_TOKEN, TokenLines
 
 _FLOAT32 = np.finfo(np.float32)
 
@@ -65,25 +65,8 @@ class BeamHypothesis:
     ranks: list[int] = field(default_factory=list)  # one a token: 1 was the model's most likely there
 
 
-@dataclass(frozen=True, slots=True)
-class _Beam:
-    """A line of generated tokens: the last of them, and the line before it, which other beams may share."""
-
-    before: _Beam | None
-    token_id: int
-    logprob: float
-    rank: int
-
-    def tokens(self) -> Iterator[_Beam]:
-        """From the last token to the first."""
-        beam: _Beam | None = self
-        while beam is not None:
-            yield beam
-            beam = beam.before
-
-
 class _Finished(NamedTuple):
-    beam: _Beam
+    beam: int  # its line, see `TokenLines`
     score: np.float32
     cumulative_logprob: np.float32
     reason: FinishReason
@@ -123,7 +106,8 @@ class BeamSearch:
         self._length_penalty = length_penalty
         self._early_stopping = EarlyStopping(early_stopping)
         self._num_generated = 0  # tokens of each live beam
-        self._live: list[_Beam | None] = [None]  # best first; None is the bare prompt
+        self._lines = TokenLines()
+        self._live = [NO_TOKEN]  # lines of beams, best first; now the bare prompt
         self._live_scores = np.zeros(1, np.float32)  # [len(_live)], while the search goes on
         self._finished: list[_Finished] = []  # best first, at most width
 
@@ -148,8 +132,7 @@ class BeamSearch:
 
     def live_token_ids(self, beam: int) -> list[int]:
         """The tokens that a live beam has generated."""
-        last = self._live[beam]
-        return [] if last is None else [token.token_id for token in last.tokens()][::-1]
+        return self._lines.line(self._live[beam]).token_ids
 
     def advance(self, candidates: AbstractSequence[tuple[npt.ArrayLike, npt.ArrayLike]]) -> list[Continuation]:
         """Takes one step's answers, `Candidates` a live beam in their order; returns the new live beams, best first.
@@ -168,15 +151,17 @@ class BeamSearch:
         stops = np.isin(token_ids[best_first], self._stop_token_ids)
         ends = stops | (self._num_generated == self._max_generated)  # of a length that no beam may pass
 
-        def extended(entry: int) -> _Beam:
-            parent = self._live[parents[entry]]
-            return _Beam(parent, int(token_ids[entry]), float(logprobs[entry]), int(ranks[entry]))
+        def extended(entries: npt.NDArray[np.intp]) -> list[int]:
+            values = (token_ids[entries], logprobs[entries], ranks[entries])
+            return self._lines.extend(
+                [self._live[parent] for parent in parents[entries]], *(each.tolist() for each in values)
+            )
 
-        for rank in np.flatnonzero(ends[: self.width]):
-            entry, reason = best_first[rank], FinishReason.STOP if stops[rank] else FinishReason.LENGTH
-            self._finish(extended(entry), sums[entry], reason)
+        ended = np.flatnonzero(ends[: self.width])
+        for rank, beam in zip(ended, extended(best_first[ended]), strict=True):
+            self._finish(beam, sums[best_first[rank]], FinishReason.STOP if stops[rank] else FinishReason.LENGTH)
         going_on = best_first[~ends][: self.width]
-        self._live, self._live_scores = [extended(entry) for entry in going_on], sums[going_on]
+        self._live, self._live_scores = extended(going_on), sums[going_on]
         if self._is_over():
             self.is_done = True
             self._live = []
@@ -186,9 +171,20 @@ class BeamSearch:
     def hypotheses(self) -> list[BeamHypothesis]:
         """The `num_returned` best, best first. Only when the search is over."""
         assert self.is_done
-        return [_hypothesis(finished) for finished in self._finished[: self._num_returned]]
+        return [self._hypothesis(finished) for finished in self._finished[: self._num_returned]]
 
-    def _finish(self, beam: _Beam, cumulative_logprob: np.float32, reason: FinishReason) -> None:
+    def _hypothesis(self, finished: _Finished) -> BeamHypothesis:
+        line = self._lines.line(finished.beam)
+        return BeamHypothesis(
+            token_ids=line.token_ids,
+            score=float(finished.score),
+            cumulative_logprob=float(finished.cumulative_logprob),
+            finish_reason=finished.reason,
+            logprobs=line.logprobs,
+            ranks=line.ranks,
+        )
+
+    def _finish(self, beam: int, cumulative_logprob: np.float32, reason: FinishReason) -> None:
         score = self._normalised(cumulative_logprob, self._num_generated)
         self._finished.append(_Finished(beam, score, cumulative_logprob, reason))
         self._finished.sort(key=lambda finished: -finished.score)  # stable: of equals the earlier one stays ahead
@@ -213,15 +209,3 @@ class BeamSearch:
         divisor = np.float32(min(max(penalty, float(_FLOAT32.tiny)), float(_FLOAT32.max)))
         with np.errstate(over="ignore"):  # a score beyond float32 is -inf: the worst, and still ranked
             return cumulative_logprob / divisor
-
-
-def _hypothesis(finished: _Finished) -> BeamHypothesis:
-    tokens = list(finished.beam.tokens())[::-1]
-    return BeamHypothesis(
-        token_ids=[token.token_id for token in tokens],
-        score=float(finished.score),
-        cumulative_logprob=float(finished.cumulative_logprob),
-        finish_reason=finished.reason,
-        logprobs=[token.logprob for token in tokens],
-        ranks=[token.rank for token in tokens],
-    )
