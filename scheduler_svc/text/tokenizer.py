@@ -11,7 +11,8 @@ import copy
 import hashlib
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -48,10 +49,8 @@ class Tokenizer:
             raise TokenizerError(
                 "tokenizer.json is missing: only models that have one, or that a worker can make one for, are served"
             )
-        try:
+        with _as_tokenizer_error("tokenizer.json is not readable"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
-        except Exception as error:  # the library raises plain Exception
-            raise TokenizerError(f"tokenizer.json is not readable: {' '.join(str(error).split())}") from error
         self._files = dict(files)
         # A file may carry the padding and truncation of its training; neither belongs to a prompt.
         self._tokenizer.no_padding()
@@ -131,12 +130,14 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. `add_special_tokens` adds what tokenizer.json's post-processor adds (BOS, for some models);
-        special tokens written out in `text` are recognised in any case."""
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        special tokens written out in `text` are recognised in any case. Raises `TokenizerError`."""
+        with _as_tokenizer_error("the tokenizer fails over a text"):
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """All ids at once; for text as it comes there is `text_stream`."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        """All ids at once; for text as it comes there is `text_stream`. Raises `TokenizerError`."""
+        with _as_tokenizer_error("the tokenizer fails over token ids"):
+            return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
         self,
@@ -196,7 +197,10 @@ class Tokenizer:
         for name in ("generation_config.json", "config.json"):
             found = self._config[name].get("eos_token_id")
             if found is not None:
-                return tuple(found) if isinstance(found, list) else (found,)
+                ids = tuple(found) if isinstance(found, list) else (found,)
+                if not all(type(each) is int and 0 <= each < 1 << 31 for each in ids):
+                    raise TokenizerError(f"{name}: eos_token_id is {found!r:.100}; accepted: token ids")
+                return ids
         return (self.eos_token_id,) if self.eos_token_id is not None else ()
 
     def _find_control_tokens(self) -> dict[str, int]:
@@ -214,6 +218,17 @@ class Tokenizer:
         if template is None or not text.strip():  # Gemma's runs of newlines and spaces stand in any source
             return False
         return text in template.source and text not in template.looked_for
+
+
+@contextmanager
+def _as_tokenizer_error(what: str) -> Iterator[None]:
+    """The library raises plain Exception, and where its Rust code panics something that is none."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(f"{what}: {' '.join(str(error).split())}") from error
 
 
 class _TokenizerCache:
@@ -248,7 +263,7 @@ def _hash(files: Mapping[str, bytes]) -> str:
 def _read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     try:
         content = json.loads(files.get(name, b"{}"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{name} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise TokenizerError(f"{name} is not a JSON object")
@@ -258,7 +273,13 @@ def _read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 def _token_content(value: Any) -> str | None:
     """A special token stands as text, or as an object with its text in `content`."""
     found = value.get("content") if isinstance(value, dict) else value
-    return found if isinstance(found, str) else None
+    if not isinstance(found, str):
+        return None
+    try:
+        found.encode()
+    except UnicodeEncodeError as error:
+        raise TokenizerError(f"a special token is no text: {error}") from error
+    return found
 
 
 def _template_source(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str | None:
@@ -270,5 +291,6 @@ def _template_source(files: Mapping[str, bytes], config: Mapping[str, Any]) -> s
             raise TokenizerError(f"chat_template.jinja is not UTF-8: {error}") from error
     source = config.get("chat_template")
     if isinstance(source, list):
-        source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
+        entries = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
+        source = entries[0].get("template") if entries else None
     return source if isinstance(source, str) else None

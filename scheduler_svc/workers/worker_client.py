@@ -31,7 +31,7 @@ from scheduler_svc.leases.worker_claims import (
 )
 from scheduler_svc.leases.worker_handle import AdapterRequest
 from scheduler_svc.models.served_model import ServedModel
-from scheduler_svc.text.tokenizer import Tokenizer
+from scheduler_svc.text.tokenizer import Tokenizer, TokenizerError
 from scheduler_svc.vital_parts import VitalParts
 
 log = structlog.get_logger()
@@ -357,7 +357,8 @@ class WorkerClient:
             stream.close()
 
     def _fetch_tokenizer(self, stub: worker_pb2_grpc.WorkerStub, info: worker_pb2.WorkerInfo) -> Tokenizer:
-        """Raises WrongClaim for files without end, and for others than those whose hash it has told."""
+        """Raises WrongClaim for files without end, for others than those whose hash it has told, and for such as make
+        no tokenizer."""
         files: dict[str, bytearray] = {}
         num_bytes = 0
         for chunk in stub.GetTokenizer(worker_pb2.GetTokenizerRequest(), timeout=60.0):
@@ -369,7 +370,10 @@ class WorkerClient:
         sha256 = hashlib.sha256(b"".join(files[name] for name in sorted(files))).hexdigest()
         if sha256 != info.tokenizer_sha256:
             raise WrongClaim(f"it sent a tokenizer {sha256[:12]} and said {info.tokenizer_sha256[:12]}")
-        return Tokenizer.load({name: bytes(data) for name, data in files.items()})
+        try:
+            return Tokenizer.load({name: bytes(data) for name, data in files.items()})
+        except TokenizerError as error:
+            raise WrongClaim(f"its tokenizer cannot be used: {error}") from error
 
     def _now(self, health: inference_pb2.WorkerHealth, problem: str) -> None:
         """Keeps the state and tells of a new problem once; that a starting worker cannot be reached yet is no news."""

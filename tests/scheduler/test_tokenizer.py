@@ -15,7 +15,7 @@ import pytest
 from octavo.models.resolve import resolve_model
 from scheduler_svc.text.tokenizer import Tokenizer, TokenizerError
 from tests.scheduler import tiny_tokenizers
-from tests.scheduler.tiny_tokenizers import TEXTS, files_of
+from tests.scheduler.tiny_tokenizers import TEXTS, files_of, panicking_files
 
 KINDS = {"byte_level": tiny_tokenizers.byte_level(), "sentencepiece": tiny_tokenizers.sentencepiece()}
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -114,6 +114,17 @@ def test_equal_files_share_one_tokenizer(tmp_path: Path) -> None:
         (files_of(KINDS["byte_level"]) | {"tokenizer_config.json": b"{"}, r"tokenizer_config\.json is not JSON"),
         (files_of(KINDS["byte_level"]) | {"config.json": b"[]"}, r"config\.json is not a JSON object"),
         (files_of(KINDS["byte_level"]) | {"chat_template.jinja": b"\xff"}, r"chat_template\.jinja is not UTF-8"),
+        (panicking_files(), r"tokenizer\.json is not readable: "),
+        (files_of(KINDS["byte_level"]) | {"config.json": b"[" * 100_000}, r"config\.json is not JSON"),
+        (
+            files_of(KINDS["byte_level"]) | {"generation_config.json": b'{"eos_token_id": [1, "</s>"]}'},
+            r"generation_config\.json: eos_token_id is \[1, '</s>'\]",
+        ),
+        (files_of(KINDS["byte_level"]) | {"config.json": b'{"eos_token_id": -1}'}, r"config\.json: eos_token_id is -1"),
+        (
+            files_of(KINDS["byte_level"]) | {"tokenizer_config.json": b'{"eos_token": "\\ud800"}'},
+            "a special token is no text",
+        ),
     ],
 )
 def test_what_makes_no_tokenizer_is_named(files: dict[str, bytes], message: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import re
@@ -23,6 +24,7 @@ from scheduler_svc.workers import worker_client, worker_pool
 from scheduler_svc.workers.worker_client import StepStream, WorkerClient
 from scheduler_svc.workers.worker_pool import WorkerPool
 from tests.fakes import VOCAB_SIZE, FakeWorker
+from tests.scheduler.tiny_tokenizers import panicking_files
 from tests.waiting import wait_until
 
 
@@ -254,6 +256,32 @@ def test_who_is_wrong_time_after_time_is_asked_ever_more_rarely(monkeypatch: pyt
             assert all(gap >= 0.05 * 2**number for number, gap in enumerate(gaps))
             worker._info.vocab_size = VOCAB_SIZE
             wait_until(lambda: _serving(pool) == {worker.address})
+
+
+@pytest.mark.parametrize("files", [panicking_files(), {"tokenizer.json": b"{}"}])
+def test_a_tokenizer_that_cannot_be_used_is_its_workers_fault_alone(
+    files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_client, "LEASED_RETRY_S", 0.05)
+
+    asked: list[str] = []
+
+    class Rogue(FakeWorker):
+        def GetTokenizer(self, request: Any, context: Any) -> Iterator[Any]:
+            asked.append(self.address)
+            for name, data in files.items():
+                yield worker_pb2.TokenizerChunk(file_name=name, data=data)
+
+    with FakeWorker() as good, Rogue() as worker, pool_of(good.address) as pool:
+        wait_until(lambda: _serving(pool) == {good.address})
+        digest = hashlib.sha256(b"".join(files[name] for name in sorted(files))).hexdigest()
+        worker._info.tokenizer_sha256 = digest
+        pool._add(worker.address)
+        client = pool.clients[worker.address]
+        wait_until(lambda: len(asked) >= 3)  # it is asked again, in case its files are mended
+        wait_until(lambda: client.state.health == pb.WORKER_HEALTH_REFUSED)
+        assert "its tokenizer cannot be used: tokenizer.json is not readable" in client.state.problem
+        assert client._num_distrusted >= 2 and _serving(pool) == {good.address}
 
 
 @pytest.mark.parametrize("first", ["nothing", "end", "another lease", "heartbeat"])

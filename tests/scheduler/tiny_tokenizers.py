@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any
 
@@ -84,3 +85,15 @@ def no_decoder() -> Tokenizer:
 
 def files_of(tokenizer: Tokenizer, **config: Any) -> dict[str, bytes]:
     return {"tokenizer.json": tokenizer.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
+
+
+def panicking_files() -> dict[str, bytes]:
+    """Of a tokenizer over which the library's Rust code panics when it is read: a trie without a node."""
+    added = {"id": 1, "content": "<s>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": True}
+    whole = {
+        "version": "1.0",
+        "added_tokens": [added | {"special": False}],
+        "normalizer": {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(bytes(4)).decode()},
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "<s>": 1}, "unk_token": "a"},
+    }
+    return {"tokenizer.json": json.dumps(whole).encode()}
