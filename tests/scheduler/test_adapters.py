@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from protos import worker_pb2
+from scheduler_svc.core.sequences.sequence import SequenceGroup
 from scheduler_svc.errors import (
     InvalidRequest,
     NotReady,
@@ -16,6 +17,7 @@ from scheduler_svc.errors import (
     Unsupported,
     WorkerFailed,
 )
+from scheduler_svc.routing.router import Router
 from tests.scheduler.hand_turned_loop import FakeLink, Loop
 
 Load, Unload = worker_pb2.LoadAdapterRequest, worker_pb2.UnloadAdapterRequest
@@ -139,6 +141,33 @@ def test_a_worker_that_joins_later_gets_groups_of_an_adapter_once_it_has_it():
     assert second.steps[0].groups[0].request_id == "one" and not waiting.is_finished
     loop.reply(second, Load)
     loop.run_to_end(second)
+
+
+def test_those_whom_a_worker_cannot_take_are_not_placed_again_when_it_has_an_adapter(monkeypatch: pytest.MonkeyPatch):
+    loop = Turned()
+    other, first = loop.join("other", model="o"), loop.join("first", 2, model="m")
+    loop.load("x", other, first)
+    loop.engine.worker_lost(other, "gone")
+    for request_id in ("one", "two"):
+        loop.engine.submit(loop.group(request_id, model="o"))
+    of_other = loop.group("x", adapter="x", model="o")
+    loop.engine.submit(of_other)
+    loop.turn()
+    placed: list[str] = []
+    place = Router.place
+
+    def noted(router: Router, group: SequenceGroup) -> Any:
+        placed.append(group.request_id)
+        return place(router, group)
+
+    monkeypatch.setattr(Router, "place", noted)
+    loop.load("a", first)
+    second = loop.join("second", 3, model="m")
+    assert placed == []
+    last = loop.join("last", 4, model="o")
+    assert sorted(placed) == ["one", "two"] and last.steps and not second.steps
+    loop.reply(last, Load)
+    assert placed[2:] == ["x"]
 
 
 def test_a_worker_that_cannot_load_what_others_have_gets_none_of_its_groups_until_it_can():

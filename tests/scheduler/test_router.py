@@ -20,6 +20,7 @@ from scheduler_svc.leases.worker_handle import AdapterRequest, WorkerHandle
 from scheduler_svc.routing.expected_outputs import FIRST_NUM_OUTPUTS
 from scheduler_svc.routing.rebinding import PAUSE_NS, Rebinding
 from scheduler_svc.routing.router import OVERRUN_NS, Router
+from scheduler_svc.routing.routing_cost import cheapest
 from scheduler_svc.routing.worker_queue import LOOK_AHEAD, WorkerQueue
 from tests.scheduler.simulated_worker import SimulatedWorker
 
@@ -380,6 +381,14 @@ def test_who_waits_much_longer_than_expected_goes_where_it_is_much_cheaper():
     pool.now_ns += OVERRUN_NS + 60_000_000_000
     moved = [*pool.rebinding.look_at_late(), *pool.rebinding.look_at_late()]
     assert moved == [pool.handles[1]] and pool.where(waits) == 1
+
+
+def test_a_cost_that_is_no_number_is_that_of_no_worker():
+    none, all_open = np.zeros(3, np.int64), np.ones(3, np.bool_)
+    nan, infinite = float("nan"), float("inf")
+    assert cheapest(np.array([nan, 2.0, 1.0]), none, all_open).tolist() == [2]
+    assert cheapest(np.array([nan, infinite, 1.0]), none, np.array([True, True, False])).tolist() == [0, 1]
+    assert cheapest(np.array([nan, infinite, nan]), none, ~all_open).tolist() == []
 
 
 # ---- adapters -------------------------------------------------------------------------------------------------------

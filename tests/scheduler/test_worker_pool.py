@@ -223,6 +223,8 @@ def test_a_worker_that_is_not_what_it_says_is_refused(field: str, value: Any, sa
         ("prefill_tokens_per_s", math.nan),
         ("swap_bytes_per_s", math.inf),
         ("prefill_tokens_per_s", -1.0),
+        ("prefill_tokens_per_s", 1e-310),
+        ("swap_bytes_per_s", 1e-9),
         ("settings_id", ""),
     ],
 )
