@@ -285,6 +285,25 @@ def test_a_row_of_counts_begins_anew_with_another_slot() -> None:
     assert (found > 1).nonzero()[:, 0].tolist() == [6] and (found == 1).nonzero()[:, 0].tolist() == [4, 5]
 
 
+def test_a_row_of_counts_of_a_released_slot_is_given_on() -> None:
+    states = states_of(*[{"prompt": [1, 2], "generated": [3], "presence_penalty": 1.0}] * 2)
+    counts = TokenCounts(VOCAB_SIZE)
+    counts.rows_of(states, np.array([0]))
+    states.apply_blocks(worker_pb2.Step(step_id=2, released_slots_u16=np.array([0], "<u2").tobytes()))
+    assert counts.rows_of(states, np.array([1]))[0].tolist() == [0]
+
+
+def test_rows_of_counts_are_copied_seldom_where_sequences_come_one_by_one() -> None:
+    states = states_of(*[{"prompt": [1, 2], "generated": [3 + slot], "presence_penalty": 1.0} for slot in range(6)])
+    states.max_num_seqs = 6
+    counts, num_rows = TokenCounts(VOCAB_SIZE), []
+    for slot in range(6):
+        (rows,) = counts.rows_of(states, np.arange(slot + 1))
+        num_rows.append(len(counts.counts))
+        assert [(counts.counts[row] > 1).nonzero().item() for row in rows] == [3 + each for each in range(slot + 1)]
+    assert num_rows == [1, 2, 4, 4, 6, 6], "twice as many, and no more than there are slots"
+
+
 def test_counts_begin_anew_with_another_lease() -> None:
     """Its mirror counts tenancies from the beginning, so a slot, a number and a length say nothing."""
     counts = TokenCounts(VOCAB_SIZE)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from multiprocessing.resource_sharer import DupFd
 from unittest.mock import MagicMock
 
@@ -14,11 +17,13 @@ import psutil
 import pytest
 import torch
 
+from octavo.shared.ports import free_port
 from protos import ranks_pb2
 from tests import forkserver
 from tests.worker.fake_model import fake_config
 from worker_svc.config import WorkerConfig
 from worker_svc.errors import GroupError, StartupError
+from worker_svc.parallel import group as group_module
 from worker_svc.parallel import step_channel
 from worker_svc.parallel import watch as watch_module
 from worker_svc.parallel.group import ParallelGroup, _store, meet
@@ -81,6 +86,63 @@ def test_ranks_whose_meeting_place_is_taken_do_not_start(monkeypatch: pytest.Mon
         complaint = f"^rank 0 of 2 has not met the others at 127.0.0.1:{member.port}: .*ddress already in use"
         with pytest.raises(StartupError, match=complaint):
             meet(member, torch.device("cpu"), is_ordered=False)
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(group_module, "MEETING_S", 0.5)
+    member = Membership(0, 3, local_rank=0, local_size=3, address="127.0.0.1", port=free_port())
+    with ThreadPoolExecutor() as pool:
+        meetings = [
+            pool.submit(meet, dataclasses.replace(member, rank=rank), torch.device("cpu"), is_ordered=False)
+            for rank in (0, 1)
+        ]
+        for rank, meeting in enumerate(meetings):
+            with pytest.raises(StartupError, match=f"^rank {rank} of 3 has not met the others at "):
+                meeting.result(20)
+
+
+def _meet_one_that_ends(member: Membership, said: Connection) -> None:
+    """Rank 0 of two: the other was there, and does nothing more."""
+    watch_module.STARTING_SILENCE_S = 0.5
+    told = threading.Thread(
+        target=lambda: _store(dataclasses.replace(member, rank=1), is_master=False).set(count_key(1), "0")
+    )
+    told.start()
+
+    def end(why: str) -> None:
+        said.send(why)
+        os._exit(1)
+
+    meet(member, torch.device("cpu"), is_ordered=False, end_process=end)
+
+
+def test_a_rank_that_ends_while_they_meet_is_missed() -> None:
+    member = Membership(0, 2, local_rank=0, local_size=2, address="127.0.0.1", port=free_port())
+    heard, said = forkserver.CONTEXT.Pipe(duplex=False)
+    process = forkserver.CONTEXT.Process(target=_meet_one_that_ends, args=(member, said))
+    process.start()
+    try:
+        assert heard.poll(30) and heard.recv().startswith("rank 1 has been silent for ")
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_ranks_that_torchrun_starts_anew_see_nothing_of_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agent has the store, which stays."""
+    member = Membership(0, 2, local_rank=0, local_size=2, address="127.0.0.1", port=free_port())
+    kept = _store(member, is_master=True)
+    ends: list[str] = []
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        watch = Watch(store := _store(member, is_master=False), 0, 2, ends.append)
+        assert not store.check([count_key(1)])
+        store.set(count_key(1), "0")
+        assert watch.look() == ""
+        watch.tell_failure("one bad moment")
+        assert watch.look() == "rank 0: one bad moment"
+    del kept
 
 
 def test_every_reader_gets_every_message_whole_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from protos import ranks_pb2, worker_pb2
 from tests.waiting import wait_until
 from tests.worker.fake_model import FakeModel, decode, fake_config, prefill
 from tests.worker.test_worker import CONFIG, DEADLINE_S
+from worker_svc.adapters import reading_on_ranks
 from worker_svc.adapters.adapter_folder import Adapter
 from worker_svc.adapters.adapter_set import AdapterSet
 from worker_svc.adapters.errors import AdapterError
@@ -157,6 +158,25 @@ def test_steps_run_while_another_rank_reads_an_adapter(ranks: Ranks) -> None:
     for each in loading:
         each.result(DEADLINE_S)
     ranks.check_loaded("one", "two")
+
+
+def test_a_disk_of_another_rank_that_never_answers_keeps_no_other_adapter_waiting(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading_on_ranks, "READ_S", 0.1)
+    ranks.adapters[1].may_read.clear()
+    for _ in range(reading_on_ranks.MOST_UNREAD):
+        with pytest.raises(AdapterError, match=r"^rank 1: a-folder was not read within 0\.1 s$"):
+            ranks.load("stuck").result(DEADLINE_S)
+    with pytest.raises(AdapterError, match=r"^rank 1: 4 adapters are being read already"):
+        ranks.load("one too many").result(DEADLINE_S)
+    ranks.adapters[1].may_read.set()  # and what waited ends
+    monkeypatch.setattr(reading_on_ranks, "READ_S", DEADLINE_S)
+    reading = ranks.other._reading
+    assert reading is not None
+    wait_until(lambda: all(each.done() for each in reading._unread), seconds=DEADLINE_S)
+    ranks.load("another").result(DEADLINE_S)
+    ranks.check_loaded("another")
 
 
 def test_an_adapter_whose_lease_ends_while_it_is_read_is_loaded_by_nobody(ranks: Ranks) -> None:

@@ -145,7 +145,8 @@ class SamplingColumns:
         return bool((self.wants_logprobs & self.adjusts_logits)[slots].any())
 
     def clear(self, slot: int) -> None:
-        """Frees what a released slot holds."""
+        """Frees what a released slot holds, and its row of counts for another."""
+        self.is_penalised[slot] = False
         for column in self._lists:
             column.set(slot, ())
         self._set_bad_words(slot, None)

@@ -163,13 +163,16 @@ def meet(
     log.info("meeting the other ranks", rank=member.rank, of=member.size, at=where)
     if member.local_size == member.size:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    watch: Watch | None = None
     try:
         has_store = member.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun
         store = _store(member, is_master=has_store)
         store.set(count_key(member.rank), "0")
+        store.wait([count_key(rank) for rank in range(member.size)], timedelta(seconds=MEETING_S))
+        watch = Watch(_store(member, is_master=False), member.rank, member.size, end_process or end_group)
+        watch.start()  # what follows waits for ever for a rank that ends
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        meeting = PrefixStore("octavo", store)
-        dist.init_process_group(backend, store=meeting, rank=member.rank, world_size=member.size, timeout=_FOR_EVER)
+        dist.init_process_group(backend, store=store, rank=member.rank, world_size=member.size, timeout=_FOR_EVER)
         if channel is None:
             channel = GroupChannel(dist.new_group(backend="gloo", timeout=_FOR_EVER))
         aside = _new_group(list(range(member.size)), "gloo")
@@ -177,11 +180,11 @@ def meet(
         is_ordered = is_ordered or device.type == "cpu"
         ranks, stages = _ranks(member.rank, layout, is_ordered=is_ordered), _stages(member.rank, layout)
         answers = _answers(member.rank, layout) if num_stages > 1 else None
-        watch = Watch(_store(member, is_master=False), member.rank, member.size, end_process or end_group)
     except (OSError, RuntimeError, ValueError) as error:
         why = " ".join(str(error).split())[:200]
+        if watch is not None:
+            watch.stop()
         raise StartupError(f"rank {member.rank} of {member.size} has not met the others at {where}: {why}") from None
-    watch.start()
     return ParallelGroup(member, ranks, stages, channel, answers, watch, aside)
 
 
@@ -219,9 +222,12 @@ def end_group(why: str) -> None:
     os._exit(1)
 
 
-def _store(member: Membership, *, is_master: bool) -> TCPStore:
-    """A connection to where the ranks meet; the master has it in this process."""
-    return TCPStore(
+def _store(member: Membership, *, is_master: bool) -> PrefixStore:
+    """A connection to where the ranks meet; the master has it in this process.
+
+    Where torchrun has it, it outlives the ranks that torchrun starts anew: nothing of an earlier attempt is theirs.
+    """
+    store = TCPStore(
         member.address,
         member.port,
         None,
@@ -230,6 +236,7 @@ def _store(member: Membership, *, is_master: bool) -> TCPStore:
         wait_for_workers=False,
         master_listen_fd=_listener(member) if is_master and is_loopback(member.address) else None,
     )
+    return PrefixStore(f"octavo/attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _listener(member: Membership) -> int:

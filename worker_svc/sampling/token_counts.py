@@ -22,7 +22,8 @@ _GENERATED, _IN_PROMPT = 2, 1  # what a token adds to its count
 
 
 class TokenCounts:
-    """Counts over one vocabulary. Memory: 4 bytes a token of the vocabulary for each slot that was ever penalised."""
+    """Counts over one vocabulary. Memory: 4 bytes a token of the vocabulary for each row, of which there are at most
+    twice as many as there were penalised slots at once."""
 
     def __init__(self, vocab_size: int, last_tokens: LastTokens | None = None) -> None:
         self._last_tokens = last_tokens or LastTokens("cpu")
@@ -99,6 +100,10 @@ class TokenCounts:
         self._row_of[missing] = np.concatenate([taken, np.arange(first, first + num_new)])
 
     def _grow(self, num_rows: int) -> None:
-        self.counts = torch.cat([self.counts, self.counts.new_zeros(num_rows, self.counts.shape[1])])
+        has, wanted = len(self.counts), len(self._num_counted) + num_rows
+        if wanted > has:  # a copy of all rows takes long where they are many, and every step waits for it
+            assert self._states is not None
+            more = min(max(wanted, 2 * has), self._states.max_num_seqs) - has
+            self.counts = torch.cat([self.counts, self.counts.new_zeros(more, self.counts.shape[1])])
         self._tenancy = np.append(self._tenancy, np.full(num_rows, -1))
         self._num_counted = np.append(self._num_counted, np.zeros(num_rows, np.int64))

@@ -27,7 +27,7 @@ from protos import ranks_pb2, worker_pb2
 from worker_svc.adapters.adapter_folder import Adapter
 from worker_svc.adapters.adapter_set import AdapterSet
 from worker_svc.adapters.errors import AdapterError
-from worker_svc.adapters.reading_on_ranks import read_on_all_ranks
+from worker_svc.adapters.reading_on_ranks import ReadingOnRanks
 from worker_svc.cache.cache_engine import CacheEngine
 from worker_svc.cache.cache_sizing import CacheSizes, Limits, size_cache
 from worker_svc.cache.cached_blocks import CachedBlocks
@@ -90,6 +90,7 @@ class Worker:
         self._touching: TouchAhead | None = None  # the cache
         self._giving_way: GivingWay | None = None  # to neighbours
         self._reader: ModelThread | None = None  # of adapters, on each rank of a group
+        self._reading: ReadingOnRanks | None = None  # likewise
         self._read: Future[Adapter] | None = None  # what rank 0 has had this one read, and loads next
 
     # ---- Sizes ------------------------------------------------------------------------------------------------------
@@ -358,8 +359,10 @@ class Worker:
         self.thread.call(load).result()
 
     def _read_on_all_ranks(self, path: str, adapter: Adapter | None = None) -> Adapter:
-        assert self._runner.adapters is not None and self._group is not None
-        return read_on_all_ranks(self._group, self._runner.adapters, path, adapter)
+        if self._reading is None:
+            assert self._runner.adapters is not None and self._group is not None
+            self._reading = ReadingOnRanks(self._group, self._runner.adapters)
+        return self._reading.read(path, adapter)
 
     def _begin_reading(self, request: worker_pb2.LoadAdapterRequest) -> None:
         self.check_epoch(request.epoch)
