@@ -15,7 +15,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from kernels.cpu import kept_range
+from kernels import cpu
+from kernels.cpu import kept_range, top_logits
 from worker_svc.mirror.sampling_columns import SamplingRows
 from worker_svc.sampling.row_maxima import RowMaxima
 from worker_svc.sampling.sampled import Sampled
@@ -217,15 +218,15 @@ def test_ties_with_the_last_kept_token_are_kept() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 def test_logprobs_are_those_of_the_raw_logits(temperature: float) -> None:
-    logits = torch.randn(5, 1031, generator=torch.Generator().manual_seed(4)) * 4
+    logits = torch.randn(7, 1031, generator=torch.Generator().manual_seed(4)) * 4
     rows = [
         dict(temperature=temperature, top_k=3, seed=row, logprobs=asked)
-        for row, asked in enumerate([5, 0, None, 20, -1])
+        for row, asked in enumerate([5, 0, None, 20, -1, 65, 3])
     ]
-    sampled = sample(logits, params_of(rows), draws_of(range(5)))
+    sampled = sample(logits, params_of(rows), draws_of(range(7)))
     found = sampled.logprobs
     assert found is not None
-    assert found.top_counts.tolist() == [5, 0, 0, 20, 1031]
+    assert found.top_counts.tolist() == [5, 0, 0, 20, 1031, 65, 3]
     exact = torch.log_softmax(logits.double(), dim=-1).numpy()
     start = 0
     for row, count in enumerate(found.top_counts.tolist()):
@@ -239,6 +240,23 @@ def test_logprobs_are_those_of_the_raw_logits(temperature: float) -> None:
         assert found.top_token_ids[start : start + count].tolist() == best.tolist()
         assert np.abs(found.top_logprobs[start : start + count] - exact[row, best]).max(initial=0) < 1e-5
         start += count
+
+
+def test_who_asks_for_the_whole_vocabulary_has_nobody_else_wait_for_more_than_it_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def noted(token_ids: torch.Tensor, *arguments: torch.Tensor) -> None:
+        shapes.append(tuple(token_ids.shape))
+        top_logits(token_ids, *arguments)
+
+    monkeypatch.setattr(cpu, "top_logits", noted)
+    logits = torch.randn(32, 500, generator=torch.Generator().manual_seed(4))
+    rows = [dict(temperature=0.0, seed=1, logprobs=-1 if row == 7 else 1) for row in range(32)]
+    sampled = sample(logits, params_of(rows), draws_of(range(32)))
+    assert sampled.logprobs is not None and sampled.logprobs.top_counts.sum() == 531
+    assert shapes == [(31, 1), (1, 500)]
 
 
 def test_top_logprobs_name_equal_tokens_by_id() -> None:

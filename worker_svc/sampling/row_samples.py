@@ -34,13 +34,12 @@ class Ranked:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """What is to be copied to the host."""
-        return self.largest, *self.found.tensors[2:]
+        return self.largest, *self.found.tops
 
     def on_host(self, arrays: tuple[npt.NDArray[Any], ...]) -> Sampled:
         """From copies of `tensors`. Rows that are not finite have as many candidates as others, which mean nothing."""
-        largest, token_ids, logprobs = arrays
-        is_wanted = np.arange(token_ids.shape[1]) < self.found.counts[:, None]
-        token_ids, logprobs = token_ids[is_wanted], logprobs[is_wanted]
+        largest, *tops = arrays
+        token_ids, logprobs = self.found.wanted_of(tops, self.found.counts)
         ranks, nothing = ragged_offsets(self.found.counts) + 1, np.zeros(token_ids.size, np.int64)
         found = Logprobs(logprobs, ranks, nothing, np.zeros(0, np.int64), np.zeros(0, np.float32))
         return Sampled(token_ids, np.flatnonzero(~np.isfinite(largest)), found)

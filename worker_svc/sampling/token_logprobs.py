@@ -1,10 +1,12 @@
 """Log probabilities of given tokens, and of the most likely ones beside them, from the model's own logits.
 
-Found where the logits are, for as many top tokens a sample as any of them wants; cut to what each wants on the host.
+Found where the logits are, for as many top tokens a sample as any of its part wants; cut to what each wants on the
+host. Where some samples want many and others few, these are two parts: to sort a vocabulary takes long.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,20 +21,42 @@ from worker_svc.mirror.step_columns import Ints
 from worker_svc.sampling.row_maxima import RowMaxima
 from worker_svc.sampling.sampled import Logprobs
 
+FEW = 64  # top tokens
+
 
 @dataclass(frozen=True, slots=True)
 class FoundLogprobs:
     """The logprobs of M samples, on the device of the logits."""
 
-    tensors: tuple[torch.Tensor, ...]  # drawn f32[M], ranks i64[M], top ids i64[M, K], top logprobs f32[M, K]
-    counts: Ints  # [M], how many of K a sample wants
+    drawn: torch.Tensor  # f32[M]
+    ranks: torch.Tensor  # i64[M]
+    tops: tuple[torch.Tensor, ...]  # of each part in turn: ids i64[P, K], logprobs f32[P, K]
+    parts: tuple[Ints, ...]  # [P] each, samples
+    counts: Ints  # [M], how many top tokens a sample wants
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What is to be copied to the host."""
+        return self.drawn, self.ranks, *self.tops
 
     def on_host(self, arrays: tuple[npt.NDArray[Any], ...], is_bad: npt.NDArray[np.bool_]) -> Logprobs:
         """From copies of `tensors`. Those of rows that are not finite, and of `is_bad` [M], have no top tokens."""
-        drawn, ranks, top_token_ids, top_logprobs = arrays
+        drawn, ranks, *tops = arrays
         counts = np.where(is_bad | np.isnan(drawn), 0, self.counts)
-        is_wanted = np.arange(top_token_ids.shape[1]) < counts[:, None]
-        return Logprobs(drawn, ranks, counts, top_token_ids[is_wanted], top_logprobs[is_wanted])
+        return Logprobs(drawn, ranks, counts, *self.wanted_of(tops, counts))
+
+    def wanted_of(
+        self, tops: Sequence[npt.NDArray[Any]], counts: Ints
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """The first counts[m] top tokens of each sample, from copies of `tops`: ids and logprobs, sample by sample."""
+        starts = np.cumsum(counts) - counts
+        token_ids, logprobs = np.empty(counts.sum(), np.int64), np.empty(counts.sum(), np.float32)
+        for samples, of_ids, of_logprobs in zip(self.parts, tops[::2], tops[1::2], strict=True):
+            places = np.arange(of_ids.shape[1])
+            is_wanted = places < counts[samples, None]
+            where = (starts[samples, None] + places)[is_wanted]
+            token_ids[where], logprobs[where] = of_ids[is_wanted], of_logprobs[is_wanted]
+        return token_ids, logprobs
 
 
 def find_logprobs(
@@ -52,13 +76,28 @@ def find_logprobs(
     ranks = torch.empty_like(token_ids)
     kernels.token_logprobs(drawn, ranks, log_sums, logits, maxima.largest, rows, token_ids)
     counts = np.where(num_top == WHOLE_VOCABULARY, vocab_size, np.minimum(num_top.astype(np.int64), vocab_size))
-    most = int(counts.max(initial=0))
-    top_token_ids, top_logprobs = token_ids.new_empty(count, most), logits.new_empty(count, most)
-    if most:
-        kernels.top_logits(top_token_ids, top_logprobs, logits, maxima.of_chunks, rows)
-        top_logprobs -= maxima.largest[rows, None]
-        top_logprobs -= log_sums[:, None]
-    return FoundLogprobs((drawn, ranks, top_token_ids, top_logprobs), counts)
+    parts, tops = _parts(counts), list[torch.Tensor]()
+    for samples in parts:
+        of_part, of_sums = rows, log_sums
+        if samples.size < count:
+            (which,) = upload(logits.device, samples)
+            of_part, of_sums = rows[which], log_sums[which]
+        most = int(counts[samples].max())
+        top_token_ids, top_logprobs = token_ids.new_empty(samples.size, most), logits.new_empty(samples.size, most)
+        kernels.top_logits(top_token_ids, top_logprobs, logits, maxima.of_chunks, of_part)
+        top_logprobs -= maxima.largest[of_part, None]
+        top_logprobs -= of_sums[:, None]
+        tops += [top_token_ids, top_logprobs]
+    return FoundLogprobs(drawn, ranks, tuple(tops), parts, counts)
+
+
+def _parts(counts: Ints) -> tuple[Ints, ...]:
+    """Samples that want few top tokens, and those that want many; neither is empty."""
+    if int(counts.max(initial=0)) <= FEW:
+        return (np.arange(counts.size),) if counts.any() else ()
+    is_few = counts <= FEW
+    parts = np.flatnonzero(is_few & (counts > 0)), np.flatnonzero(~is_few)
+    return tuple(part for part in parts if part.size)
 
 
 def token_logprobs(
