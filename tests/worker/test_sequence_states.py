@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import sys
 from typing import Any
 
@@ -511,6 +512,38 @@ def test_a_slot_that_is_cleared_forbids_no_word() -> None:
     columns.clear(1)
     assert columns.has_bad_words.tolist() == columns.compares_words.tolist() == [False, False, True]
     assert columns.bad_words[1] is None and columns.bad_words[2]
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        (
+            {"allowed_token_ids": [3, 100]},
+            r"^allowed_token_ids in metadata of 'it' holds 100, out of range \[0, 100\)$",
+        ),
+        ({"logit_bias": {100: 1.0}}, r"^logit_bias in metadata of 'it' holds 100, out of range"),
+        ({"logit_bias": {5: 3e38}}, r"would add 3e\+38 to a logit, more than 100$"),
+        ({"presence_penalty": -101.0}, r"would add 101 to a logit"),
+        (
+            {"use_beam_search": True, "repetition_penalty": 2.0},
+            "cannot sample with logits that are adjusted before beams",
+        ),
+        (
+            {"use_beam_search": True, "allowed_token_ids": [3]},
+            "cannot sample with logits that are adjusted before beams",
+        ),
+        ({"guided": {"json_object": True}}, "cannot sample with guided$"),
+        ({"temperature": math.nan}, "a number that is not finite"),
+    ],
+)
+def test_parameters_that_no_draw_can_follow_are_refused_before_anything_is_computed(
+    params: dict[str, Any], said: str
+) -> None:
+    step = worker_pb2.Step(step_id=1)
+    group = step.groups.add(request_id="it", sampling_params=inference_pb2.SamplingParams(seed=1, **params))
+    group.sequences.add(slot=0, token_ids=[1, 2, 3], block_table=[0])
+    with pytest.raises(ProtocolError, match=said):
+        SequenceStates(4, 64, 16, 16, 0, 100).apply(step)
 
 
 def test_a_worker_that_is_told_of_no_host_blocks_has_none() -> None:

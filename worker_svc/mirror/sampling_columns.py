@@ -19,6 +19,7 @@ from worker_svc.mirror.bad_words import BadWords
 from worker_svc.mirror.ragged_column import RaggedColumn
 
 WEAKEST_REPETITION, STRONGEST_REPETITION = 0.01, 100.0  # what schedulers accept; no finite logit overflows by it
+MOST_ADDED = 100.0  # to a logit by a penalty or a bias; likewise
 WHOLE_VOCABULARY = np.int32(-1)
 """`num_logprobs` of a request that wants all of them (`SamplingParams.logprobs` = -1)."""
 
@@ -162,6 +163,7 @@ def check_supported(params: inference_pb2.SamplingParams) -> None:
     asked_for = {
         "bad_words as text": len(params.bad_words) > 0,
         "guided": params.HasField("guided"),
+        "logits that are adjusted before beams are ranked": params.use_beam_search and _adjusts(params),
     }
     unsupported = [name for name, is_asked_for in asked_for.items() if is_asked_for]
     if unsupported:
@@ -169,5 +171,13 @@ def check_supported(params: inference_pb2.SamplingParams) -> None:
     numbers = [value for field, value in params.ListFields() if field.type == field.TYPE_FLOAT]
     if not all(map(math.isfinite, (*numbers, *params.logit_bias.values()))):
         raise ProtocolError("sampling_params with a number that is not finite: what is drawn would mean nothing")
+    added = max(map(abs, (params.presence_penalty, params.frequency_penalty, *params.logit_bias.values())))
+    if added > MOST_ADDED:
+        raise ProtocolError(f"sampling_params that would add {added:g} to a logit, more than {MOST_ADDED:g}")
     if not params.HasField("seed"):
         raise ProtocolError("sampling_params without a seed: a draw would not be reproducible")
+
+
+def _adjusts(params: inference_pb2.SamplingParams) -> bool:
+    penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty or 1.0
+    return penalties != (0.0, 0.0, 1.0) or bool(params.logit_bias or params.allowed_token_ids or params.min_tokens)

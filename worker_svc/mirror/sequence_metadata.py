@@ -34,7 +34,12 @@ class NewSequence:
 
 def read_group(group: worker_pb2.SequenceGroupMetadata, states: SlotColumns) -> Iterator[NewSequence]:
     """The sequences of a group, within the bounds of `states`. Raises ProtocolError."""
-    check_supported(group.sampling_params)
+    params = group.sampling_params
+    check_supported(params)
+    for name, token_ids in (("allowed_token_ids", params.allowed_token_ids), ("logit_bias", params.logit_bias)):
+        if token_ids:
+            ids = np.fromiter(token_ids, np.int64, len(token_ids))
+            check_below(ids, states.vocab_size, f"{name} in metadata of {group.request_id!r}")
     if group.adapter and group.adapter not in states.loaded_adapters:
         raise ProtocolError(f"adapter {group.adapter!r} is not loaded")
     bad_words = BadWords(word.ids for word in group.bad_words) if group.bad_words else None

@@ -176,5 +176,5 @@ def _merged(
         token_ids,
         np.sort(bad_rows),
         Logprobs(logprobs, token_ranks, top_counts, top_token_ids, top_logprobs),
-        np.flatnonzero(~ranks)[drawn.emptied_rows],  # candidates are of logits as they are
+        np.flatnonzero(~ranks)[drawn.emptied_rows],  # nothing adjusts logits whose best are candidates
     )
