@@ -471,7 +471,7 @@ class Engine:
         self.on_wanted(worker)
 
     def _on_adapter_loaded(self, worker: WorkerHandle) -> None:
-        self._placement.place_unbound()
+        self._placement.place_unbound(worker)
         self._joined.wake(worker)
 
     def _on_stop(self) -> None:

@@ -16,6 +16,7 @@ from scheduler_svc.engine.output_sink import OutputSink
 from scheduler_svc.engine.requests.live_requests import LiveRequests
 from scheduler_svc.engine.step_traces import StepTraces
 from scheduler_svc.flight.recorder import NoRecorder
+from scheduler_svc.leases.worker_handle import WorkerHandle
 from scheduler_svc.routing.router import Router
 from scheduler_svc.routing.stranded_groups import StrandedGroups
 
@@ -64,11 +65,11 @@ class Placement:
             self._stranded.found(group)
             self._joined.wake(worker)
 
-    def place_unbound(self) -> None:
-        """Looks again at all groups that no worker could take."""
-        unbound = self._waiting.unbound
-        for group in unbound.in_order():
-            self.place(group)
+    def place_unbound(self, worker: WorkerHandle) -> None:
+        """Places those groups that no worker could take, and this one can by now."""
+        for group in self._waiting.unbound.in_order():
+            if self._router.can_run(group, worker):
+                self.place(group)
 
     def move(self, group: SequenceGroup, left: str = "", why: str = "") -> None:
         """As `place`, for a group that a worker had, which one that finishes takes back where nobody else can.

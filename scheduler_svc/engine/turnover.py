@@ -47,7 +47,7 @@ class Turnover:
         self._joined.last_lost_ns = None
         self._joined.wake(worker)
         self._stranded.look(self._waiting.unbound.all(), self._clock())
-        self._placement.place_unbound()
+        self._placement.place_unbound(worker)
         self._adapters.worker_joined(worker)
         log.info(
             "worker joined",
@@ -72,7 +72,7 @@ class Turnover:
         for group in worker.waiting.in_order():
             if not worker.can_ever_run(group):
                 self._placement.place(group)
-        self._placement.place_unbound()
+        self._placement.place_unbound(worker)
         self._stranded.look(self._router.queues.unbound.all(), self._clock())
         self._joined.wake(worker)
         return len(allocator.withheld)

@@ -24,6 +24,7 @@ MAX_TOKENIZER_FILES = 64
 MAX_HASH_BYTES = 64
 MAX_REQUEST_IDS = 1 << 20
 U32 = np.dtype("<u4")
+LEAST_SPEED = 1e-3  # tokens or bytes a second
 _LARGEST_LOGPROB = 1e-3  # 0 and what rounding may add
 
 _INFO = {
@@ -69,8 +70,8 @@ def check_sizes(
     _check_between("num_device_blocks", sizes.num_device_blocks, 1, min(MAX_BLOCKS, wanted))
     _check_between("num_host_blocks", sizes.num_host_blocks, 0, MAX_BLOCKS)
     _check_between("block_bytes", sizes.block_bytes, 0, 1 << 40)
-    _check_between("prefill_tokens_per_s", sizes.prefill_tokens_per_s, 0, 1e12)
-    _check_between("swap_bytes_per_s", sizes.swap_bytes_per_s, 0, 1e15)
+    _check_speed("prefill_tokens_per_s", sizes.prefill_tokens_per_s, 1e12)
+    _check_speed("swap_bytes_per_s", sizes.swap_bytes_per_s, 1e15)
     _check_between("characters of settings_id", len(sizes.settings_id), 1, MAX_NAME_CHARS)
 
 
@@ -135,3 +136,9 @@ def check_tokens(outputs: worker_pb2.SequenceOutputs, vocab_size: int, *, is_of_
 def _check_between(name: str, value: float, least: float, most: float) -> None:
     if not (math.isfinite(value) and least <= value <= most):
         raise WrongClaim(f"{name} is {value:g}; {least:g} to {most:g} can be")
+
+
+def _check_speed(name: str, value: float, most: float) -> None:
+    """0 says nothing. What is hardly more would make times of it that are no numbers."""
+    if value:
+        _check_between(name, value, LEAST_SPEED, most)

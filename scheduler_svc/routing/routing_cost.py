@@ -101,12 +101,13 @@ def cheapest(
 ) -> npt.NDArray[np.int64]:
     """The workers, of those that are open, which cost the least and of these have the least in their caches.
 
-    Costs are estimates: what is within 2 % and a millisecond of the least counts as equal. None where none is open.
+    Costs are estimates: what is within 2 % and a millisecond of the least counts as equal. Where none is a number, all
+    that are open do.
     """
-    costs = np.where(is_open, costs, np.inf)
+    costs = np.where(is_open & ~np.isnan(costs), costs, np.inf)
     least = costs[costs.argmin()]
     if least == np.inf:
-        return np.zeros(0, np.int64)
+        return is_open.nonzero()[0]
     equal: npt.NDArray[np.int64] = (costs <= 1.02 * least + 1e-3).nonzero()[0]
     if len(equal) < 2:
         return equal
