@@ -61,7 +61,8 @@ def state_of(group: SequenceGroup) -> dict[str, object]:
     search = group.beam_search
     return {
         **state,
-        "beam_search": None if search is None else str(vars(search)),  # numpy arrays do not compare
+        # As text, for numpy arrays do not compare.
+        "beam_search": None if search is None else str(vars(search) | {"_lines": search._lines.before}),
         "sequences": [(each.index, each.status, each.token_ids.tolist()) for each in group.sequences],
     }
 
