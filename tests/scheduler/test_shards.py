@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from scheduler_svc.frontends.prepared_group import decode_group, encode_group
 from scheduler_svc.limits.over_limit import OverLimit
 from scheduler_svc.models.served_models import KnownModel, ServedModels
 from scheduler_svc.output.mailboxes import Mailboxes
+from scheduler_svc.shards import shards
 from scheduler_svc.shards.cached_bits import places
 from scheduler_svc.shards.front_link import AbortedOnItsWay, FrontLink
 from scheduler_svc.shards.front_service import FrontService
@@ -40,10 +42,13 @@ from scheduler_svc.shards.shard_process import share_of
 from scheduler_svc.shards.shard_service import request_numbers
 from scheduler_svc.shards.sharded_control import merged_page
 from scheduler_svc.shards.sharded_metrics import MetricSums
+from scheduler_svc.shards.shards import Shards
 from scheduler_svc.shards.shared_models import SharedModels
 from scheduler_svc.shards.unserved_models import UnservedModels
+from scheduler_svc.vital_parts import VitalParts
 from tests.scheduler.hand_turned_loop import Loop
 from tests.scheduler.tiny_served_model import tiny_served_model
+from tests.waiting import until
 
 # ---- ids ------------------------------------------------------------------------------------------------------------
 
@@ -180,6 +185,69 @@ def test_requests_of_all_shards_have_numbers_in_the_order_of_time() -> None:
     assert len({next(each) for each in still for _ in range(50)}) == 150, "also where time stands still"
     with pytest.raises(ValueError, match="shards is 257, 1 to 256 are accepted"):
         SchedulerConfig(shards=MAX_SHARDS + 1)  # which could not be told apart
+
+
+# ---- processes and workers ------------------------------------------------------------------------------------------
+
+
+async def test_shards_that_have_yet_to_come_are_not_waited_for_when_all_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Shards, "_command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.setattr(shards, "STOP_GRACE_S", 60.0)
+    both = Shards(SchedulerConfig(shards=2), tmp_path, VitalParts(), lambda: None)
+    async with asyncio.timeout(20):
+        both.start()
+        while len(both._processes._running) < 2:
+            await asyncio.sleep(0.01)
+        await both.stop()
+
+
+class ToldShard(shards_pb2_grpc.ShardServicer):
+    """One that says what a test has it say, and keeps its latest share."""
+
+    def __init__(self) -> None:
+        self.says: asyncio.Queue[shards_pb2.ShardStatus] = asyncio.Queue()
+        self.share = shards_pb2.WorkerShare()
+
+    async def Own(self, request_iterator: Any, context: Any) -> Any:
+        reading = asyncio.create_task(self._read(request_iterator))
+        try:
+            while True:
+                yield await self.says.get()
+        finally:
+            reading.cancel()
+
+    async def _read(self, shares: Any) -> None:
+        async for self.share in shares:
+            pass
+
+
+async def test_what_one_shard_has_drained_every_other_is_told_of_also_when_it_comes_later(tmp_path: Path) -> None:
+    all_shards = Shards(SchedulerConfig(shards=3), tmp_path, VitalParts(), lambda: None)
+    told, servers, following = [ToldShard() for _ in range(3)], list[grpc.aio.Server](), list[asyncio.Task[None]]()
+    for index, shard in enumerate(told):
+        servers.append(server := grpc.aio.server())
+        shards_pb2_grpc.add_ShardServicer_to_server(shard, server)
+        server.add_insecure_port(address := f"unix:{tmp_path}/{index}")
+        await server.start()
+        following.append(asyncio.create_task(all_shards._follow(index, address)))
+    try:
+        for shard in told[:2]:
+            shard.says.put_nowait(shards_pb2.ShardStatus())
+        await until(lambda: len(all_shards.live) == 2)
+        told[0].says.put_nowait(shards_pb2.ShardStatus(drained=["instance"]))
+        await until(lambda: told[1].share.drained == ["instance"])
+        told[0].says.put_nowait(shards_pb2.ShardStatus())  # its next life
+        told[2].says.put_nowait(shards_pb2.ShardStatus())
+        await until(lambda: told[2].share.drained == ["instance"])
+    finally:
+        all_shards._is_stopping = True
+        for task in following:
+            task.cancel()
+        await asyncio.gather(*following, return_exceptions=True)
+        for server in servers:
+            await server.stop(None)
 
 
 # ---- pages ----------------------------------------------------------------------------------------------------------
