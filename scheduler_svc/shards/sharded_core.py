@@ -24,6 +24,8 @@ from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull, RequestRefused, UnknownName, Unsupported
 from scheduler_svc.frontends.core_link import StateListener
+from scheduler_svc.limits.over_limit import OverLimit
+from scheduler_svc.limits.refused_tenants import RefusedTenants
 from scheduler_svc.models.served_models import ServedModels
 from scheduler_svc.output.mailboxes import Mailboxes
 from scheduler_svc.output.output_processor import take_end
@@ -87,6 +89,7 @@ class ShardedCore:
         self._ids: dict[SequenceGroup, int] = {}  # numbers of their claims
         self._aborted: set[SequenceGroup] = set()  # that have yet to end
         self._counts_tokens = counts_tokens
+        self._refused_tenants = RefusedTenants()
         self._used: dict[SequenceGroup, tuple[int, int]] = {}  # tokens that it brought along, and generated ones told
         self._moves: dict[SequenceGroup, asyncio.Task[None]] = {}
         self._num_losses: dict[SequenceGroup, int] = {}
@@ -117,7 +120,10 @@ class ShardedCore:
     # ---- Core -------------------------------------------------------------------------------------------------------
 
     async def check_room(self, request: pb.GenerateRequest, num_preparing: int, num_bytes: int = 0) -> None:
-        """Refuses only where every shard's queue is full; raises the last one's refusal."""
+        """Refuses where every shard's queue is full, with the last one's refusal, and where the parent, which is asked
+        of tenants that it has refused, would refuse this one again."""
+        if request.tenant in self._refused_tenants:
+            await self._front.check_limits(request.tenant, request.request_id, num_bytes)
         links = self._open_links()
         if links and all(link.is_queue_full for link in links):
             refusal: QueueFull | None = None
@@ -146,6 +152,8 @@ class ShardedCore:
         except AbortedOnItsWay:
             return self._end(group, FinishReason.ABORT, "")
         except RequestRefused as refusal:
+            if isinstance(refusal, OverLimit):
+                self._refused_tenants.note(refusal)
             self.refused(refusal)
             raise
         try:

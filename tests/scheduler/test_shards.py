@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,7 @@ from scheduler_svc.shards.shard_link import DrawnTokens, ShardLink
 from scheduler_svc.shards.shard_process import share_of
 from scheduler_svc.shards.shard_service import request_numbers
 from scheduler_svc.shards.sharded_control import merged_page
+from scheduler_svc.shards.sharded_core import ShardedCore
 from scheduler_svc.shards.sharded_metrics import MetricSums
 from scheduler_svc.shards.shards import Shards
 from scheduler_svc.shards.shared_models import SharedModels
@@ -139,6 +142,65 @@ async def test_a_claim_waits_for_its_tenants_turn_and_one_that_is_given_up_meanw
         await asyncio.gather(following, waits, return_exceptions=True)
     await server.stop(None)
     assert len(service.ids) == service.num_held == 0
+
+
+@asynccontextmanager
+async def front(service: FrontService, tmp_path: Path) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to it; both end also where a test fails."""
+    server = grpc.aio.server()
+    shards_pb2_grpc.add_FrontServicer_to_server(service, server)
+    server.add_insecure_port(address := f"unix:{tmp_path}/front")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(20):
+            yield channel
+    finally:
+        service.close()
+        await server.stop(None)
+
+
+async def test_who_was_refused_by_a_limit_is_refused_before_its_next_prompt_is_read(tmp_path: Path) -> None:
+    table = TenantTable({"t": TenantLimits(requests_per_minute=1)})
+    service = FrontService(lambda: table)
+    async with front(service, tmp_path) as channel:
+        mailboxes = Mailboxes(asyncio.get_running_loop())
+        core = ShardedCore(channel, mailboxes, num_shards=1, wait_timeout_s=20.0, max_losses=3)
+        following = asyncio.create_task(core._front.follow(_ignore, lambda group: False))
+        a, b, of_t = Loop().group("a", tenant="t"), Loop().group("b", tenant="t"), pb.GenerateRequest(tenant="t")
+        assert await core._front.claim(a) is not None
+        await core.check_room(of_t, 0)  # which asks nobody, as nobody was refused
+        with pytest.raises(OverLimit):
+            await core.submit(b, replaces=False)
+        with pytest.raises(OverLimit, match="requests_per_minute is 1, and 1 were made"):
+            await core.check_room(of_t, 0)
+        await core.check_room(pb.GenerateRequest(tenant="another"), 0)
+        of_t.request_id = "a"
+        await core.check_room(of_t, 0)  # it replaces a live one, or hears that there is one
+        of_t.request_id, table = "b", TenantTable({})
+        await core.check_room(of_t, 0)  # limits may change
+        assert len(service.ids) == 1, "a question claims nothing"
+        service.close()
+        await following
+
+
+async def test_a_claim_that_is_given_up_while_its_id_is_live_is_never_held(tmp_path: Path) -> None:
+    table = TenantTable({"t": TenantLimits(running_sequences=1)})
+    service = FrontService(lambda: table)
+    async with front(service, tmp_path) as channel:
+        link = FrontLink(channel)
+        following = asyncio.create_task(link.follow(_ignore, lambda group: False))
+        runs, group = Loop().group("runs", tenant="t"), Loop().group("r", tenant="t")
+        assert await link.claim(runs) is not None
+        held, again = asyncio.create_task(link.claim(group)), asyncio.create_task(link.claim(group))
+        while not service._tasks:
+            await asyncio.sleep(0.001)
+        again.cancel()
+        held.cancel()
+        while service._tasks:
+            await asyncio.sleep(0.001)
+        assert service.num_held == 0 and len(service.ids) == 1 and not service._later
+        service.close()
+        await asyncio.gather(following, held, again, return_exceptions=True)
 
 
 async def test_an_abort_finds_what_another_frontend_has_and_is_answered_when_that_one_is_gone(tmp_path: Path) -> None:
