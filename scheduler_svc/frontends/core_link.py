@@ -164,11 +164,13 @@ class CoreLink:
         """As `abandon`."""
         self.abandon(group)  # the core hears that it was, and that it has ended is nothing new to it
 
-    def abandon(self, group: SequenceGroup) -> None:
-        """Tells the core that nobody reads the group any more; does nothing for one that it does not have."""
+    def abandon(self, group: SequenceGroup, *, is_moved: bool = False) -> None:
+        """Tells the core that nobody reads the group any more, or that another core goes on with it, where it
+        `is_moved`; does nothing for one that it does not have."""
         if (number := self._numbers.pop(group, None)) is not None:
             del self._groups[number]
-            self._outbox.put(frontend_pb2.FrontendEvent(closed=frontend_pb2.GroupClosed(number=number)))
+            closed = frontend_pb2.GroupClosed(number=number, is_moved=is_moved)
+            self._outbox.put(frontend_pb2.FrontendEvent(closed=closed))
 
     async def abort(self, request_id: str, tenant: str | None) -> bool:
         """Asks the core, which knows the requests of all frontends."""

@@ -410,7 +410,7 @@ class ShardedCore:
         link.waiting_there = []  # until it says so again
 
     def _move_away(self, group: SequenceGroup, link: ShardLink) -> None:
-        link.abandon(group)
+        link.abandon(group, is_moved=True)
         self._move(group, link)
 
     # ---- what the parent says ---------------------------------------------------------------------------------------

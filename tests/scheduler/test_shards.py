@@ -24,10 +24,12 @@ from protos import shards_pb2, shards_pb2_grpc
 from scheduler_svc.api import metrics_server
 from scheduler_svc.api.metrics_exporter import EngineCollector
 from scheduler_svc.config import MAX_SHARDS, SchedulerConfig
+from scheduler_svc.core.queues.policy import POLICIES
+from scheduler_svc.core.queues.waiting_queue import WaitingQueue
 from scheduler_svc.core.sequences import sequence
 from scheduler_svc.core.sequences.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.core.step_plan import NewTokens
-from scheduler_svc.errors import InvalidRequest
+from scheduler_svc.errors import InvalidRequest, QueueFull
 from scheduler_svc.frontends.prepared_group import decode_group, encode_group
 from scheduler_svc.limits.over_limit import OverLimit
 from scheduler_svc.models.served_models import KnownModel, ServedModels
@@ -497,6 +499,23 @@ def test_another_shard_gets_what_was_drawn_and_which_outputs_have_ended() -> Non
     assert [s.status is SequenceStatus.FINISHED for s in moved.sequences] == [False, True, False]
     assert (moved.num_moves, moved.first_scheduled_ns, moved.arrival_ns) == (2, 77, 5)
     assert len(drawn) == 0
+
+
+@pytest.mark.parametrize("had_begun", [True, False])
+def test_of_those_that_another_shard_had_taken_only_who_had_begun_stands_before_others(had_begun: bool) -> None:
+    loop = Loop(max_waiting_requests=2)
+    queue, there = WaitingQueue(POLICIES["fcfs"]), [loop.group(f"{number}") for number in range(2)]
+    for group in there:
+        queue.push(group)
+        loop.engine.submit(group)
+    group = SequenceGroup("r", [1, 2], pb.SamplingParams(seed=1), max_num_tokens=9, arrival_ns=5)
+    group.num_moves, group.first_scheduled_ns = 1, 77 if had_begun else None
+    moved = decode_group(encode_group(group, 4, reads_logprobs=False, replaces=False, is_moved=True), vocab_size=100)
+    queue.push(moved)
+    assert queue.in_order() == ([moved, *there] if had_begun else [*there, moved])
+    loop.engine.submit(moved)  # though no other is taken any more
+    with pytest.raises(QueueFull):
+        loop.engine.submit(loop.group("another"))
 
 
 def test_a_shard_has_its_part_of_what_may_wait() -> None:
