@@ -136,10 +136,12 @@ class GroupAborted(_message.Message):
     def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class GroupClosed(_message.Message):
-    __slots__ = ("number",)
+    __slots__ = ("number", "is_moved")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    IS_MOVED_FIELD_NUMBER: _ClassVar[int]
     number: int
-    def __init__(self, number: _Optional[int] = ...) -> None: ...
+    is_moved: bool
+    def __init__(self, number: _Optional[int] = ..., is_moved: bool = ...) -> None: ...
 
 class CoreMessage(_message.Message):
     __slots__ = ("events", "is_queue_full")

@@ -14,7 +14,7 @@ class FrontRequests(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[FrontRequest, _Mapping]]] = ...) -> None: ...
 
 class FrontRequest(_message.Message):
-    __slots__ = ("claim", "released", "listening", "refused", "used", "abort", "echo", "aborted")
+    __slots__ = ("claim", "released", "listening", "refused", "used", "abort", "echo", "check", "aborted")
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     LISTENING_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class FrontRequest(_message.Message):
     USED_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     ECHO_FIELD_NUMBER: _ClassVar[int]
+    CHECK_FIELD_NUMBER: _ClassVar[int]
     ABORTED_FIELD_NUMBER: _ClassVar[int]
     claim: IdClaim
     released: int
@@ -30,8 +31,9 @@ class FrontRequest(_message.Message):
     used: ClaimUse
     abort: IdAbort
     echo: int
+    check: IdClaim
     aborted: bool
-    def __init__(self, claim: _Optional[_Union[IdClaim, _Mapping]] = ..., released: _Optional[int] = ..., listening: _Optional[int] = ..., refused: _Optional[int] = ..., used: _Optional[_Union[ClaimUse, _Mapping]] = ..., abort: _Optional[_Union[IdAbort, _Mapping]] = ..., echo: _Optional[int] = ..., aborted: bool = ...) -> None: ...
+    def __init__(self, claim: _Optional[_Union[IdClaim, _Mapping]] = ..., released: _Optional[int] = ..., listening: _Optional[int] = ..., refused: _Optional[int] = ..., used: _Optional[_Union[ClaimUse, _Mapping]] = ..., abort: _Optional[_Union[IdAbort, _Mapping]] = ..., echo: _Optional[int] = ..., check: _Optional[_Union[IdClaim, _Mapping]] = ..., aborted: bool = ...) -> None: ...
 
 class IdClaim(_message.Message):
     __slots__ = ("number", "tenant", "request_id", "num_prompt_tokens", "num_sequences", "num_bytes")
@@ -146,22 +148,24 @@ class ShardAddress(_message.Message):
     def __init__(self, index: _Optional[int] = ..., socket: _Optional[str] = ...) -> None: ...
 
 class WorkerShare(_message.Message):
-    __slots__ = ("addresses",)
+    __slots__ = ("addresses", "drained")
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
     addresses: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+    drained: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, addresses: _Optional[_Iterable[str]] = ..., drained: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ShardStatus(_message.Message):
-    __slots__ = ("is_ready", "serving", "num_live", "model")
+    __slots__ = ("is_ready", "serving", "model", "drained")
     IS_READY_FIELD_NUMBER: _ClassVar[int]
     SERVING_FIELD_NUMBER: _ClassVar[int]
-    NUM_LIVE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
     is_ready: bool
     serving: _containers.RepeatedScalarFieldContainer[str]
-    num_live: int
     model: str
-    def __init__(self, is_ready: bool = ..., serving: _Optional[_Iterable[str]] = ..., num_live: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
+    drained: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, is_ready: bool = ..., serving: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., drained: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ListNumberedRequests(_message.Message):
     __slots__ = ("after", "limit")

@@ -32,8 +32,7 @@ class StepWatchers:
 
         Raises TooMany.
         """
-        if len(self._watchers) >= MAX_WATCHERS:
-            raise TooMany(f"{len(self._watchers)} clients watch steps, at most {MAX_WATCHERS} may")
+        check_watchers(len(self._watchers))
         steps: asyncio.Queue[bytes] = asyncio.Queue(MAX_WAITING)
         self._add(steps, address)
         try:
@@ -63,6 +62,12 @@ class StepWatchers:
         for steps, address in self._watchers.items():
             if address in ("", worker) and not steps.full():
                 steps.put_nowait(summary)
+
+
+def check_watchers(count: int) -> None:
+    """Raises TooMany where so many are all that may watch."""
+    if count >= MAX_WATCHERS:
+        raise TooMany(f"{count} clients watch steps, at most {MAX_WATCHERS} may")
 
 
 def _summary(worker: WorkerHandle, answered: AnsweredStep) -> pb.StepSummary:

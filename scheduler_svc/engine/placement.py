@@ -125,4 +125,5 @@ class Placement:
             self._adapters.release(group)
             now_ns = self._clock()
             self._traces.ended(group, now_ns)
-            self._metrics.of(group.model).ended(group, reason, now_ns)
+            if not group.goes_on_elsewhere:
+                self._metrics.of(group.model).ended(group, reason, now_ns)

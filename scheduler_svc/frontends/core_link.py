@@ -28,6 +28,7 @@ from scheduler_svc.frontends.frontend_messages import (
 from scheduler_svc.frontends.outbox import Outbox
 from scheduler_svc.frontends.prepared_group import encode_group
 from scheduler_svc.limits.over_limit import OverLimit
+from scheduler_svc.limits.refused_tenants import RefusedTenants
 from scheduler_svc.models.model_description import decode_model, decode_model_with, decode_models
 from scheduler_svc.models.served_model import ServedModel
 from scheduler_svc.models.served_models import ServedModels
@@ -36,7 +37,6 @@ from scheduler_svc.output.output_processor import take_beams, take_end, take_tok
 
 GONE = "this server is shutting down"
 
-MAX_REFUSED_TENANTS = 1024  # that are remembered
 LONGEST_TAKING_S = 0.005  # without a pause for writing; longer than writing has in a round: who is behind catches up
 
 StateListener = Callable[[frontend_pb2.CoreState], Awaitable[None]]
@@ -61,7 +61,7 @@ class CoreLink:
         self._echoes: deque[asyncio.Future[None]] = deque()  # that have yet to come back
         self._descriptions = frontend_pb2.ServedModels()
         self._is_queue_full = False  # when the core last said anything
-        self._refused_until_s: dict[str, float] = {}  # by tenant: until when a limit refuses it, if nothing changes
+        self._refused_tenants = RefusedTenants()
         self._is_closed = False
 
     async def follow(self, on_state: StateListener) -> None:
@@ -109,7 +109,7 @@ class CoreLink:
     async def check_room(self, request: pb.GenerateRequest, num_preparing: int, num_bytes: int = 0) -> None:
         """Asks the core only while its queue is full, as it tells with every message, or while it would refuse the
         tenant by what it said last."""
-        if self._is_queue_full or self._refused_until_s.get(request.tenant, 0.0) > time.monotonic():
+        if self._is_queue_full or request.tenant in self._refused_tenants:
             asked = frontend_pb2.CheckRoomRequest(
                 tenant=request.tenant,
                 request_id=request.request_id,
@@ -155,25 +155,22 @@ class CoreLink:
         except RequestRefused as refusal:
             del self._groups[self._numbers.pop(group)]
             if isinstance(refusal, OverLimit):
-                self._note_over_limit(refusal)
+                self._refused_tenants.note(refusal)
             raise
         finally:
             del self._answers[number]
-
-    def _note_over_limit(self, refusal: OverLimit) -> None:
-        if len(self._refused_until_s) >= MAX_REFUSED_TENANTS:
-            self._refused_until_s.clear()  # the core refuses them all the same, later
-        self._refused_until_s[refusal.tenant] = time.monotonic() + refusal.retry_after_s
 
     def forget(self, group: SequenceGroup) -> None:
         """As `abandon`."""
         self.abandon(group)  # the core hears that it was, and that it has ended is nothing new to it
 
-    def abandon(self, group: SequenceGroup) -> None:
-        """Tells the core that nobody reads the group any more; does nothing for one that it does not have."""
+    def abandon(self, group: SequenceGroup, *, is_moved: bool = False) -> None:
+        """Tells the core that nobody reads the group any more, or that another core goes on with it, where it
+        `is_moved`; does nothing for one that it does not have."""
         if (number := self._numbers.pop(group, None)) is not None:
             del self._groups[number]
-            self._outbox.put(frontend_pb2.FrontendEvent(closed=frontend_pb2.GroupClosed(number=number)))
+            closed = frontend_pb2.GroupClosed(number=number, is_moved=is_moved)
+            self._outbox.put(frontend_pb2.FrontendEvent(closed=closed))
 
     async def abort(self, request_id: str, tenant: str | None) -> bool:
         """Asks the core, which knows the requests of all frontends."""

@@ -140,7 +140,7 @@ class FrontendLink:
         elif kind == "aborted":
             self._abort(event.aborted.number)
         elif kind == "closed":
-            self._abandon(event.closed.number)
+            self._abandon(event.closed.number, is_moved=event.closed.is_moved)
         elif kind == "refused":
             refusal = decode_refusal(event.refused)
             assert isinstance(refusal, RequestRefused)
@@ -202,10 +202,11 @@ class FrontendLink:
         elif (group := self._groups.get(number)) is not None:
             self._serving.engine.abort_group(group)
 
-    def _abandon(self, number: int) -> None:
+    def _abandon(self, number: int, *, is_moved: bool = False) -> None:
         if (submission := self._submissions.pop(number, None)) is not None:
             submission.cancel()
         if (group := self._groups.pop(number, None)) is not None:
+            group.goes_on_elsewhere = is_moved
             self._core.abandon(group)
 
 

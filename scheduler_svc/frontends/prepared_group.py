@@ -79,8 +79,8 @@ def decode_group(message: frontend_pb2.PreparedGroup, vocab_size: int) -> Sequen
         if resumed.is_finished:
             sequence.status = SequenceStatus.FINISHED
     if message.HasField("earlier_life"):
-        group.is_resumed = True
         apply_counters(message.earlier_life, group)
-        if any(sequence.num_tokens > len(prompt) for sequence in group.sequences):
+        group.is_resumed = group.has_resumed_tokens or group.first_scheduled_ns is not None
+        if group.has_resumed_tokens:
             group.first_token_ns = message.arrival_ns  # it was told of elsewhere, and counted there
     return group

@@ -90,6 +90,16 @@ class FrontLink:
             if not is_granted:
                 self._claims.pop(number, None)
 
+    async def check_limits(self, tenant: str, request_id: str, num_bytes: int) -> None:
+        """Raises OverLimit where a request of so many bytes would be refused whatever else is in it, and NotReady."""
+        number, answer = self._ask()
+        asked = shards_pb2.IdClaim(number=number, tenant=tenant, request_id=request_id, num_bytes=num_bytes)
+        self._outbox.put(shards_pb2.FrontRequest(check=asked))
+        try:
+            await answer
+        finally:
+            del self._answers[number]
+
     async def abort(self, request_id: str, tenant: str | None) -> bool:
         """Ends live requests of this id, at any frontend, held or not; whether there were any. Raises NotReady."""
         number, answer = self._ask()

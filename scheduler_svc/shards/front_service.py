@@ -42,7 +42,8 @@ class FrontService(shards_pb2_grpc.FrontServicer):
         self._ledger = TenantLedger[tuple[_Box, int]](table) if table is not None else None
         self._state = shards_pb2.FrontState()
         self._boxes: dict[_Box, deque[asyncio.Future[bool]]] = {}  # and aborts that each has yet to answer, in order
-        self._tasks: set[asyncio.Task[None]] = set()  # claims whose ids were live when they came, and aborts
+        self._later: set[tuple[_Box, int]] = set()  # claims whose ids were live when they came
+        self._tasks: set[asyncio.Task[None]] = set()  # of these claims, and aborts
 
     def set_state(self, state: shards_pb2.FrontState) -> None:
         """Tells every frontend there is, and each that comes."""
@@ -97,8 +98,12 @@ class FrontService(shards_pb2_grpc.FrontServicer):
             if self._claim(request.claim, box):
                 self._admit(request.claim, box)
             else:
+                self._later.add((box, request.claim.number))
                 self._begin(self._claim_later(request.claim, box))
+        elif kind == "check":
+            self._check(request.check, box)
         elif kind == "released":
+            self._later.discard((box, request.released))
             self.ids.release(box, request.released)
             if self._ledger is not None:
                 self._answer_held(self._ledger.ended((box, request.released)))
@@ -125,6 +130,9 @@ class FrontService(shards_pb2_grpc.FrontServicer):
 
     async def _claim_later(self, claim: shards_pb2.IdClaim, box: Outbox[shards_pb2.FrontAnswer]) -> None:
         await asyncio.sleep(RELEASE_S)
+        if (box, claim.number) not in self._later:
+            return  # it was given up meanwhile, and nobody would ever release it
+        self._later.remove((box, claim.number))
         if box in self._boxes and self._claim(claim, box):
             self._admit(claim, box)
         else:
@@ -161,6 +169,16 @@ class FrontService(shards_pb2_grpc.FrontServicer):
     def num_held(self) -> int:
         """Requests that a limit of their tenant holds."""
         return 0 if self._ledger is None else self._ledger.num_held
+
+    def _check(self, asked: shards_pb2.IdClaim, box: _Box) -> None:
+        """As `LiveRequests.check_room`: not for an id that is live, which is about to be replaced."""
+        answer = shards_pb2.IdAnswer(number=asked.number)
+        if self._ledger is not None and not self.ids.find(asked.request_id, asked.tenant):
+            try:
+                self._ledger.check(asked.tenant, asked.num_bytes, time.monotonic())
+            except OverLimit as over:
+                answer.over_limit.CopyFrom(encode_over_limit(over))
+        box.put(shards_pb2.FrontAnswer(id=answer))
 
     def _admit(self, claim: shards_pb2.IdClaim, box: _Box) -> None:
         """Answers a claim whose id is free, at once or when its tenant may run it."""

@@ -59,13 +59,12 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A worker, by its number in its shard, what of the prompt it has to compute, and what that costs."""
+    """A worker, by its number in its shard, and what of the prompt it has to compute."""
 
     shard: int
     number: int
     num_uncached: float
     num_slots: int
-    cost_s: float
 
 
 class RoutingTable:
@@ -78,10 +77,6 @@ class RoutingTable:
         self._build([])
 
     # ---- what shards say --------------------------------------------------------------------------------------------
-
-    def has(self, shard: int, number: int) -> bool:
-        """Whether this worker of that shard has been reported."""
-        return (shard, number) in self._rows
 
     def serves(self, shard: int, model: str) -> bool:
         """Whether any worker of the shard has this model; `model`: a fingerprint."""
@@ -143,7 +138,7 @@ class RoutingTable:
         num_cached_blocks = self._columns["num_cached_blocks"][rows].astype(np.int64)
         best = int(random.choice(cheapest(costs, num_cached_blocks, np.ones(len(rows), np.bool_))))
         shard, number = self._keys[rows[best]]
-        return Choice(shard, number, float(num_uncached[best]), wanted.num_slots, float(costs[best]))
+        return Choice(shard, number, float(num_uncached[best]), wanted.num_slots)
 
     def can_begin(self, wanted: Wanted, among: Collection[int]) -> bool:
         """Whether a worker of those shards has slots for the group now, and nobody who waits for them."""

@@ -74,7 +74,7 @@ class ShardService(shards_pb2_grpc.ShardServicer):
     async def _hold(self, shares: AsyncIterator[shards_pb2.WorkerShare]) -> None:
         try:
             async for share in shares:
-                await asyncio.to_thread(self._serving.pool.hold, list(share.addresses))
+                await asyncio.to_thread(self._serving.pool.hold, list(share.addresses), share.drained)
         except Exception as error:
             log.error("a share of the workers could not be taken", exception=logging.trace(error))
 
@@ -84,8 +84,8 @@ class ShardService(shards_pb2_grpc.ShardServicer):
         return shards_pb2.ShardStatus(
             is_ready=serving.is_ready,
             serving=sorted(worker.link.address for worker in list(serving.engine.workers)),
-            num_live=serving.engine.num_live,
             model=model.name if model is not None else "",
+            drained=sorted(serving.pool.drained),
         )
 
 

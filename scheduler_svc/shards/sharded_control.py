@@ -17,7 +17,7 @@ from protos import inference_pb2 as pb
 from scheduler_svc.api.pages import bad_token
 from scheduler_svc.api.request_states import RequestPage
 from scheduler_svc.api.server_view import ViewAsked, merged
-from scheduler_svc.api.step_watch import MAX_WAITING
+from scheduler_svc.api.step_watch import MAX_WAITING, check_watchers
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.errors import UnknownName
 from scheduler_svc.frontends.forwarding import answer_of, failing_alike
@@ -38,6 +38,7 @@ class ShardedControl(inference_pb2_grpc.ControlServicer):
         self._config = config
         self._drain = drain
         self._adapters = ShardedAdapters(shards)
+        self._num_watchers = 0
         self._started_ns = time.monotonic_ns()
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext) -> pb.ServerInfo:
@@ -118,8 +119,10 @@ class ShardedControl(inference_pb2_grpc.ControlServicer):
             asked = pb.GetBlocksRequest()
             asked.CopyFrom(request)
             asked.page_token = token if index == first else ""
+            if (live := self._shards.live.get(index)) is None:
+                continue  # it was lost meanwhile
             async with failing_alike(context):
-                page = await self._shards.live[index].control.GetBlocks(asked, timeout=ASK_TIMEOUT_S)
+                page = await live.control.GetBlocks(asked, timeout=ASK_TIMEOUT_S)
             if page.next_page_token:
                 page.next_page_token = f"{index}/{page.next_page_token}"
             elif any(other > index for other in self._shards.live):
@@ -131,14 +134,19 @@ class ShardedControl(inference_pb2_grpc.ControlServicer):
     async def WatchSteps(
         self, request: pb.WatchStepsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.StepSummary]:
-        """Of one worker, or of all, shards that come later included; a slow reader misses some."""
-        if request.worker:
+        """Of one worker, or of all, shards that come later included; a slow reader misses some. Raises TooMany."""
+        check_watchers(self._num_watchers)
+        self._num_watchers += 1
+        try:
             async with failing_alike(context):
-                async for step in self._owner(request.worker).control.WatchSteps(request):
-                    yield step
-            return
-        async for step in self._steps_of_all(request):
-            yield step
+                if request.worker:
+                    async for step in self._owner(request.worker).control.WatchSteps(request):
+                        yield step
+                else:
+                    async for step in self._steps_of_all(request):
+                        yield step
+        finally:
+            self._num_watchers -= 1
 
     async def FlushPrefixCache(
         self, request: pb.FlushPrefixCacheRequest, context: grpc.aio.ServicerContext
@@ -179,8 +187,10 @@ class ShardedControl(inference_pb2_grpc.ControlServicer):
     ) -> AsyncIterator[pb.FlightRecordPiece]:
         """A file of each shard, one after the other."""
         for index in sorted(self._shards.live):
+            if (live := self._shards.live.get(index)) is None:
+                continue  # it was lost meanwhile
             async with failing_alike(context):
-                async for piece in self._shards.live[index].control.DumpFlightRecord(request):
+                async for piece in live.control.DumpFlightRecord(request):
                     piece.shard = index
                     yield piece
 
@@ -218,14 +228,21 @@ class ShardedControl(inference_pb2_grpc.ControlServicer):
         workers.sort(key=lambda worker: places.get(worker.address, len(places)))
 
     async def _steps_of_all(self, request: pb.WatchStepsRequest) -> AsyncIterator[pb.StepSummary]:
-        """Also of shards that come later. A watcher that reads slowly misses some, as with one."""
-        steps: asyncio.Queue[pb.StepSummary] = asyncio.Queue(MAX_WAITING)
+        """Also of shards that come later. A watcher that reads slowly misses some, as with one.
+
+        Raises AioRpcError where a shard that is up refuses.
+        """
+        steps: asyncio.Queue[pb.StepSummary | grpc.aio.AioRpcError] = asyncio.Queue(MAX_WAITING)
         watched: dict[LiveShard, asyncio.Task[None]] = {}
 
         async def watch(live: LiveShard) -> None:
-            async for step in live.control.WatchSteps(request):
-                if not steps.full():
-                    steps.put_nowait(step)
+            try:
+                async for step in live.control.WatchSteps(request):
+                    if not steps.full():
+                        steps.put_nowait(step)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:  # which one that is lost is
+                    await steps.put(error)
 
         def begin(live: LiveShard) -> None:
             watched[live] = asyncio.create_task(watch(live))
@@ -235,7 +252,10 @@ class ShardedControl(inference_pb2_grpc.ControlServicer):
             for live in self._shards.live.values():
                 begin(live)
             while True:
-                yield await steps.get()
+                step = await steps.get()
+                if isinstance(step, grpc.aio.AioRpcError):
+                    raise step
+                yield step
         finally:
             self._shards.came.remove(begin)
             for task in watched.values():

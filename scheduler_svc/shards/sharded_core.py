@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import partial
 
 import grpc
 import structlog
 
+from octavo.shared.backoff import backoff_s
 from octavo.shared.rpc import WORKER_CHANNEL_OPTIONS
 from protos import frontend_pb2, shards_pb2
 from protos import inference_pb2 as pb
 from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, SequenceStatus
-from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull, RequestRefused
+from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull, RequestRefused, UnknownName, Unsupported
 from scheduler_svc.frontends.core_link import StateListener
+from scheduler_svc.limits.over_limit import OverLimit
+from scheduler_svc.limits.refused_tenants import RefusedTenants
 from scheduler_svc.models.served_models import ServedModels
 from scheduler_svc.output.mailboxes import Mailboxes
 from scheduler_svc.output.output_processor import take_end
@@ -36,10 +39,12 @@ from scheduler_svc.shards.unserved_models import UnservedModels
 log = structlog.get_logger()
 
 RETRY_S = 0.05  # of what may be otherwise at any moment: an id that is being freed, a shard that takes nothing now
+LONGEST_RETRY_S = 1.0  # of a group that no shard takes, after ever longer pauses: there may be thousands of them
 RECONNECT_S = 0.25  # after a link to a shard broke, while the parent has not missed the shard
 LOOK_S = 0.1  # between two looks at what waits
 TELL_USE_S = 1.0  # between two times that the parent is told of generated tokens
 STRANDED_S = 1.0  # that a group waits in a shard without a worker for it, while another shard has one
+PASSING = (NotReady, QueueFull, UnknownName, Unsupported)  # refusals; one that comes has yet to load adapters
 NO_SHARD = "no shard of this scheduler runs at this moment"
 
 
@@ -84,6 +89,7 @@ class ShardedCore:
         self._ids: dict[SequenceGroup, int] = {}  # numbers of their claims
         self._aborted: set[SequenceGroup] = set()  # that have yet to end
         self._counts_tokens = counts_tokens
+        self._refused_tenants = RefusedTenants()
         self._used: dict[SequenceGroup, tuple[int, int]] = {}  # tokens that it brought along, and generated ones told
         self._moves: dict[SequenceGroup, asyncio.Task[None]] = {}
         self._num_losses: dict[SequenceGroup, int] = {}
@@ -114,7 +120,10 @@ class ShardedCore:
     # ---- Core -------------------------------------------------------------------------------------------------------
 
     async def check_room(self, request: pb.GenerateRequest, num_preparing: int, num_bytes: int = 0) -> None:
-        """Refuses only where every shard's queue is full; raises the last one's refusal."""
+        """Refuses where every shard's queue is full, with the last one's refusal, and where the parent, which is asked
+        of tenants that it has refused, would refuse this one again."""
+        if request.tenant in self._refused_tenants:
+            await self._front.check_limits(request.tenant, request.request_id, num_bytes)
         links = self._open_links()
         if links and all(link.is_queue_full for link in links):
             refusal: QueueFull | None = None
@@ -143,6 +152,8 @@ class ShardedCore:
         except AbortedOnItsWay:
             return self._end(group, FinishReason.ABORT, "")
         except RequestRefused as refusal:
+            if isinstance(refusal, OverLimit):
+                self._refused_tenants.note(refusal)
             self.refused(refusal)
             raise
         try:
@@ -243,9 +254,11 @@ class ShardedCore:
         """`besides`: one that is not asked. Raises what the last of the others refuses it with, and AbortedOnItsWay."""
         refusal: RequestRefused = NotReady(NO_SHARD)
         asked = {besides} if besides is not None else set()
-        while (link := self._choose(group, asked)) is not None:
-            if group in self._aborted:
+        while True:
+            if group in self._aborted:  # before it is assigned to a shard, which would never report it
                 raise AbortedOnItsWay
+            if (link := self._choose(group, asked)) is None:
+                raise refusal
             self._homes[group] = link
             try:
                 return await link.submit(group, replaces=False, is_moved=is_moved)
@@ -264,13 +277,14 @@ class ShardedCore:
                 self._homes.pop(group, None)
                 link.abandon(group)
                 raise
-        raise refusal
 
     def _choose(self, group: SequenceGroup, asked: set[ShardLink]) -> ShardLink | None:
-        """The shard of the cheapest worker, of those that were not asked; who has no worker at all comes last."""
-        links = {link.shard: link for link in self._open_links() if link not in asked and link.models.find(group.model)}
-        if group.adapter:
-            links = {s: link for s, link in links.items() if group.adapter in link.adapters_there} or links
+        """The shard of the cheapest worker, of those that were not asked; who has no worker at all comes last.
+
+        Where a shard has the group's adapter, asked or not, none without it is: it would say that there is no such.
+        """
+        able = [link for link in self._open_links() if link.models.find(group.model)]
+        links = {link.shard: link for link in _with_adapter(group, able) or able if link not in asked}
         if not links:
             return None
         choice = self._table.choose(self._wanted(group), links)
@@ -305,6 +319,8 @@ class ShardedCore:
         self._moves[group] = asyncio.create_task(self._submit_again(group, leaving))
 
     async def _submit_again(self, group: SequenceGroup, leaving: ShardLink | None) -> None:
+        where_it_was = "its shard is lost" if leaving is None else "it has left its shard"
+        refusal, num_tries = RequestRefused(), 0
         try:
             async with asyncio.timeout(self._wait_timeout_s):
                 while True:
@@ -313,17 +329,17 @@ class ShardedCore:
                         if group.trace is not None:
                             group.trace.came_to("", time.monotonic_ns())
                         return
-                    except (NotReady, QueueFull):
-                        leaving = None
-                        await asyncio.sleep(RETRY_S)
+                    except PASSING as error:
+                        leaving, refusal, num_tries = None, error, num_tries + 1
+                        await asyncio.sleep(backoff_s(RETRY_S, num_tries, LONGEST_RETRY_S))
         except TimeoutError:
-            why = f"its shard is lost, and none took it within {self._wait_timeout_s:g} s (--worker-wait-timeout)"
-            self._end(group, FinishReason.ERROR, why)
-        except RequestRefused as refusal:
-            self._end(group, FinishReason.ERROR, f"its shard is lost, and another one refused it: {refusal}")
+            why = f"none took it within {self._wait_timeout_s:g} s (--worker-wait-timeout): {refusal}"
+            self._end(group, FinishReason.ERROR, f"{where_it_was}, and {why}")
+        except RequestRefused as error:
+            self._end(group, FinishReason.ERROR, f"{where_it_was}, and another one refused it: {error}")
         except Exception:
             log.exception("a request cannot go on at another shard", request_id=group.request_id)
-            self._end(group, FinishReason.ERROR, "its shard is lost, and another one failed over it")
+            self._end(group, FinishReason.ERROR, f"{where_it_was}, and another one failed over it")
         finally:
             if self._moves.get(group) is asyncio.current_task():
                 del self._moves[group]
@@ -371,27 +387,30 @@ class ShardedCore:
         links = {link.shard: link for link in self._open_links()}
         models = [each.model.fingerprint for each in self.models.known]
         for shard, model in unserved.look(links, models, now_s):
+            others = [link for link in links.values() if self._table.serves(link.shard, model)]
             for group in links[shard].unfinished():
-                if group.model == model:
+                if group.model == model and _with_adapter(group, others):
                     self._move_away(group, links[shard])
         for link in links.values():
-            await self._move_to_idle(link, links.keys() - {link.shard})
+            await self._move_to_idle(link, [other for other in links.values() if other is not link])
 
-    async def _move_to_idle(self, link: ShardLink, others: Collection[int]) -> None:
+    async def _move_to_idle(self, link: ShardLink, others: Collection[ShardLink]) -> None:
         """The longest waiting groups of a shard that others could begin at once, and it could not."""
         for number in reversed(link.waiting_there):
             group = link.group(number)
             if group is None or self._homes.get(group) is not link:
                 continue
-            wanted = self._wanted(group)
-            if self._table.can_begin(wanted, {link.shard}) or not self._table.can_begin(wanted, others):
+            wanted, able = self._wanted(group), {other.shard for other in _with_adapter(group, others)}
+            if not able:
+                continue  # for those behind it there may be one
+            if self._table.can_begin(wanted, {link.shard}) or not self._table.can_begin(wanted, able):
                 break
             self._move_away(group, link)
             await asyncio.sleep(0)  # it is assigned to another before the next one is looked at
         link.waiting_there = []  # until it says so again
 
     def _move_away(self, group: SequenceGroup, link: ShardLink) -> None:
-        link.abandon(group)
+        link.abandon(group, is_moved=True)
         self._move(group, link)
 
     # ---- what the parent says ---------------------------------------------------------------------------------------
@@ -453,3 +472,8 @@ class ShardedCore:
             self._complete_s = now_s
             return False
         return now_s - self._complete_s < self._wait_timeout_s
+
+
+def _with_adapter(group: SequenceGroup, links: Iterable[ShardLink]) -> list[ShardLink]:
+    """Those that have loaded the group's adapter; all where it uses none."""
+    return [link for link in links if not group.adapter or group.adapter in link.adapters_there]

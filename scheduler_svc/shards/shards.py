@@ -50,7 +50,7 @@ class LiveShard:
     def __post_init__(self) -> None:
         self.shard = shards_pb2_grpc.ShardStub(self.channel)
         self.control = inference_pb2_grpc.ControlStub(self.channel)
-        self.told: list[str] | None = None  # addresses of its workers
+        self.told: shards_pb2.WorkerShare | None = None
 
 
 def tokenizer_folder(socket: str) -> Path:
@@ -72,6 +72,7 @@ class Shards:
         self._on_change = on_change
         self._names = WorkerNames(config.worker, config.max_workers)
         self._shares = WorkerShares(config.shards, HAND_OVER_S, time.monotonic())
+        self._drained: set[str] = set()  # instances that any life of any shard has given back for good
         self._num_started = 0
         self._processes = KeptProcesses("shard", self._command, config.shards, vital)
         self._sockets: dict[int, str] = {}  # of the last life that was started, by index
@@ -90,6 +91,9 @@ class Shards:
         self._is_stopping = True
         for live in self.live.values():
             live.shares.close()
+        for index in range(self._config.shards):
+            if index not in self.live:
+                self._processes.kill(index)  # it has yet to come, and has no workers that it could give back
         await self._processes.stop(STOP_GRACE_S)
         tasks = [*self._followers.values(), *([self._dividing] if self._dividing else [])]
         for task in tasks:
@@ -131,8 +135,12 @@ class Shards:
             try:
                 async for status in call:
                     live.status = status
+                    is_news = not self._drained.issuperset(status.drained)
+                    self._drained.update(status.drained)
                     if index not in self.live or self.live[index] is not live:
                         self._begin(live)
+                    elif is_news:
+                        self._divide()
                     self._on_change()
                 why = "it has ended"
             except grpc.aio.AioRpcError as error:
@@ -169,10 +177,10 @@ class Shards:
     def _divide(self) -> None:
         shares = self._shares.divide(self._names.known, time.monotonic())
         for live in self.live.values():
-            addresses = shares.get(live.index, [])
-            if addresses != live.told:
-                live.told = list(addresses)
-                live.shares.put(shards_pb2.WorkerShare(addresses=addresses))
+            share = shards_pb2.WorkerShare(addresses=shares.get(live.index, []), drained=sorted(self._drained))
+            if share != live.told:
+                live.told = share
+                live.shares.put(share)
 
 
 async def _messages(shares: Outbox[shards_pb2.WorkerShare]) -> AsyncIterator[shards_pb2.WorkerShare]:

@@ -275,7 +275,7 @@ class WorkerClient:
             retry_s = RETRY_S
             try:
                 with self._connect(self.address, options=[*WORKER_CHANNEL_OPTIONS, *RECONNECT_OPTIONS]) as channel:
-                    self._serve(channel)
+                    self._serve_when_taken(channel)
                 self._now(inference_pb2.WORKER_HEALTH_LOST, "the stream ended")
             except _Closed:
                 return
@@ -283,10 +283,6 @@ class WorkerClient:
                 self._now(inference_pb2.WORKER_HEALTH_REFUSED, str(error))
                 self._heard(None)
                 self._num_distrusted += 1
-            except WorkerRefused as error:
-                self._now(inference_pb2.WORKER_HEALTH_REFUSED, str(error))
-                self._heard(error.expected)
-                retry_s = LEASED_RETRY_S
             except grpc.RpcError as error:
                 self._now(inference_pb2.WORKER_HEALTH_CONNECTING, f"{error.code().name}: {error.details()}")
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
@@ -298,9 +294,24 @@ class WorkerClient:
                 log.exception("worker client failed", worker=self.address)
                 self._now(inference_pb2.WORKER_HEALTH_LOST, str(error))
                 retry_s = LEASED_RETRY_S
-            if self._num_distrusted:
-                retry_s = backoff_s(LEASED_RETRY_S, self._num_distrusted, MAX_DISTRUSTED_RETRY_S)
-            self._closed.wait(retry_s)
+            self._wait(retry_s)
+
+    def _wait(self, retry_s: float) -> None:
+        if self._num_distrusted:
+            retry_s = backoff_s(LEASED_RETRY_S, self._num_distrusted, MAX_DISTRUSTED_RETRY_S)
+        self._closed.wait(retry_s)
+
+    def _serve_when_taken(self, channel: grpc.Channel) -> None:
+        """As `_serve`; a worker that the pool does not take is asked again on the same channel: a new one each time
+        costs more than the question, and there may be many that others have."""
+        while not self._is_done():
+            try:
+                return self._serve(channel)
+            except WorkerRefused as error:
+                self._now(inference_pb2.WORKER_HEALTH_REFUSED, str(error))
+                self._heard(error.expected)
+            self._wait(LEASED_RETRY_S)
+        raise _Closed
 
     def _serve(self, channel: grpc.Channel) -> None:
         """One connection, from handshake to loss."""

@@ -51,6 +51,7 @@ class WorkerPool:
 
     Attributes:
         models: those that are known now. Another object whenever anything about them has changed.
+        drained: instances that were given back for good.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class WorkerPool:
         self._max_workers = max_workers
         self._bounds = bounds or worker_pb2.InitializeRequest()
         self._tokenizer = Tokenizer.from_folder(tokenizer_folder) if tokenizer_folder is not None else None
-        self._drained: set[str] = set()  # instances that were given back for good
+        self.drained: set[str] = set()
         self._lock = threading.Lock()  # of models and members
         self._closed = threading.Event()
 
@@ -110,7 +111,7 @@ class WorkerPool:
 
         def drain() -> int:
             (worker,) = self.engine.workers_at(address)
-            self._drained.add(worker.info.instance_id)
+            self.drained.add(worker.info.instance_id)
             return self.engine.drain_worker(worker, may_finish=True)
 
         return self.engine.call(drain).result()
@@ -157,7 +158,7 @@ class WorkerPool:
 
     def _check(self, info: worker_pb2.WorkerInfo) -> None:
         """Raises WorkerRefused where there is no place for the worker, or for its model."""
-        if info.instance_id in self._drained:
+        if info.instance_id in self.drained:
             raise WorkerRefused("it was drained; started again it may join")
         if len(self._members) >= self._max_workers:
             raise WorkerRefused(f"there are {self._max_workers} workers already (--max-workers)")
@@ -306,9 +307,13 @@ class WorkerPool:
 
     # ---- addresses --------------------------------------------------------------------------------------------------
 
-    def hold(self, addresses: Collection[str]) -> None:
-        """These workers from now on, and no others: who is not among them is given back once it has answered."""
+    def hold(self, addresses: Collection[str], drained: Collection[str] = ()) -> None:
+        """These workers from now on, and no others: who is not among them is given back once it has answered.
+
+        `drained`: instances that another pool has given back for good.
+        """
         self._has_addresses = True
+        self.drained.update(drained)
         for address in self.clients.keys() - set(addresses):
             log.info("worker is given back", worker=address)
             self.clients.pop(address).leave()

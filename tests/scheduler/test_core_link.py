@@ -15,6 +15,7 @@ from octavo.shared.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS
 from protos import frontend_pb2, frontend_pb2_grpc
 from protos import inference_pb2 as pb
 from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.core.sequences.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull, UnknownName
 from scheduler_svc.frontends.core_link import CoreLink
@@ -159,6 +160,18 @@ async def test_a_reader_that_leaves_while_it_runs(tmp_path):
             await until(lambda: group.output.is_ready, seconds=DEADLINE_S)
             ends.leave(group)
             await ends.check_nothing_is_kept()
+
+
+async def test_one_that_goes_on_at_another_core_is_counted_there(tmp_path):
+    with FakeWorker(delay_s=0.01, max_num_seqs=1) as worker:
+        async with both_ends(tmp_path, worker) as ends:
+            moves, leaves = [await ends.submit(name, max_tokens=100, ignore_eos=True) for name in ("moves", "leaves")]
+            ends.mailboxes.close(moves.output)
+            ends.link.abandon(moves, is_moved=True)
+            ends.leave(leaves)
+            await ends.check_nothing_is_kept()
+            counted = ends.serving.engine.metrics.total()
+            assert +counted.num_finished == {FinishReason.ABORT: 1}
 
 
 async def test_a_reader_that_leaves_before_the_core_has_answered(tmp_path):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +13,8 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
+from scheduler_svc.api.request_guard import RequestGuard
+from scheduler_svc.api.step_watch import MAX_WATCHERS
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.shards.live_ids import LiveIds
 from scheduler_svc.shards.sharded_control import ShardedControl
@@ -75,3 +78,98 @@ async def test_a_call_ends_when_the_link_to_a_shard_is_closed(tmp_path: Path, me
     finally:
         await parent.stop(None)
         await shard.stop(None)
+
+
+class TwoShards:
+    """Two that are up, until a test takes one away."""
+
+    def __init__(self, lives: list[LiveShard]) -> None:
+        self.live, self.came, self.addresses = dict(enumerate(lives)), list[Any](), list[str]()
+
+
+class TalkingShard(inference_pb2_grpc.ControlServicer):
+    """`on_asked` is called before it answers."""
+
+    def __init__(self) -> None:
+        self.on_asked: Callable[[], object] = lambda: None
+        self.refusal: grpc.StatusCode | None = None  # of those that watch
+
+    async def GetBlocks(self, request: Any, context: Any) -> Any:
+        self.on_asked()
+        return pb.GetBlocksResponse()
+
+    async def DumpFlightRecord(self, request: Any, context: Any) -> Any:
+        yield pb.FlightRecordPiece(data=b"x")
+        self.on_asked()
+
+    async def WatchSteps(self, request: Any, context: Any) -> Any:
+        if self.refusal is not None:
+            await context.abort(self.refusal, "why")
+        while True:
+            yield pb.StepSummary(worker="w")
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def parent_of_two(
+    tmp_path: Path,
+) -> AsyncIterator[tuple[inference_pb2_grpc.ControlStub, TwoShards, list[TalkingShard]]]:
+    talking, servers, lives = [TalkingShard(), TalkingShard()], list[grpc.aio.Server](), list[LiveShard]()
+    for index, shard in enumerate(talking):
+        servers.append(server := grpc.aio.server())
+        server.add_insecure_port(address := f"unix:{tmp_path}/{index}")
+        inference_pb2_grpc.add_ControlServicer_to_server(shard, server)
+        lives.append(LiveShard(index, "", grpc.aio.insecure_channel(address)))
+    servers.append(parent := grpc.aio.server(interceptors=(RequestGuard(),)))
+    shards = TwoShards(lives)
+    control = ShardedControl(cast(Shards, shards), LiveIds(), SchedulerConfig(), lambda: None)
+    inference_pb2_grpc.add_ControlServicer_to_server(control, parent)
+    parent.add_insecure_port(address := f"unix:{tmp_path}/parent")
+    for server in servers:
+        await server.start()
+    try:
+        async with asyncio.timeout(20), grpc.aio.insecure_channel(address) as channel:
+            yield inference_pb2_grpc.ControlStub(channel), shards, talking
+    finally:
+        for server in reversed(servers):
+            await server.stop(None)
+
+
+async def test_a_shard_that_is_lost_while_another_one_answers_is_left_out(tmp_path: Path) -> None:
+    async with parent_of_two(tmp_path) as (stub, shards, talking):
+        both = dict(shards.live)
+        talking[0].on_asked = lambda: shards.live.pop(1, None)
+        assert await stub.GetBlocks(pb.GetBlocksRequest()) == pb.GetBlocksResponse()
+        shards.live = both
+        assert [piece.shard async for piece in stub.DumpFlightRecord(pb.DumpFlightRecordRequest())] == [0]
+
+
+async def test_who_watches_all_shards_hears_where_one_refuses_and_goes_on_where_one_is_lost(tmp_path: Path) -> None:
+    async with parent_of_two(tmp_path) as (stub, _, talking):
+        talking[1].refusal = grpc.StatusCode.UNAVAILABLE
+        call = stub.WatchSteps(pb.WatchStepsRequest())
+        assert [(await call.read()).worker for _ in range(5)] == ["w"] * 5
+        call.cancel()
+        talking[1].refusal = grpc.StatusCode.PERMISSION_DENIED
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            async for _ in stub.WatchSteps(pb.WatchStepsRequest()):
+                pass
+        assert raised.value.code() is grpc.StatusCode.PERMISSION_DENIED and raised.value.details() == "why"
+
+
+async def test_as_many_watch_all_shards_as_may_watch_one(tmp_path: Path) -> None:
+    async with parent_of_two(tmp_path) as (stub, *_):
+        calls = [stub.WatchSteps(pb.WatchStepsRequest()) for _ in range(MAX_WATCHERS)]
+        for call in calls:
+            await call.read()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.WatchSteps(pb.WatchStepsRequest()).read()
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        calls[0].cancel()
+        while True:  # until the parent has seen that
+            call = stub.WatchSteps(pb.WatchStepsRequest())
+            try:
+                await call.read()
+                break
+            except grpc.aio.AioRpcError as error:
+                assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,14 +24,17 @@ from protos import shards_pb2, shards_pb2_grpc
 from scheduler_svc.api import metrics_server
 from scheduler_svc.api.metrics_exporter import EngineCollector
 from scheduler_svc.config import MAX_SHARDS, SchedulerConfig
+from scheduler_svc.core.queues.policy import POLICIES
+from scheduler_svc.core.queues.waiting_queue import WaitingQueue
 from scheduler_svc.core.sequences import sequence
 from scheduler_svc.core.sequences.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.core.step_plan import NewTokens
-from scheduler_svc.errors import InvalidRequest
+from scheduler_svc.errors import InvalidRequest, QueueFull
 from scheduler_svc.frontends.prepared_group import decode_group, encode_group
 from scheduler_svc.limits.over_limit import OverLimit
 from scheduler_svc.models.served_models import KnownModel, ServedModels
 from scheduler_svc.output.mailboxes import Mailboxes
+from scheduler_svc.shards import shards
 from scheduler_svc.shards.cached_bits import places
 from scheduler_svc.shards.front_link import AbortedOnItsWay, FrontLink
 from scheduler_svc.shards.front_service import FrontService
@@ -39,11 +45,15 @@ from scheduler_svc.shards.shard_link import DrawnTokens, ShardLink
 from scheduler_svc.shards.shard_process import share_of
 from scheduler_svc.shards.shard_service import request_numbers
 from scheduler_svc.shards.sharded_control import merged_page
+from scheduler_svc.shards.sharded_core import ShardedCore
 from scheduler_svc.shards.sharded_metrics import MetricSums
+from scheduler_svc.shards.shards import Shards
 from scheduler_svc.shards.shared_models import SharedModels
 from scheduler_svc.shards.unserved_models import UnservedModels
+from scheduler_svc.vital_parts import VitalParts
 from tests.scheduler.hand_turned_loop import Loop
 from tests.scheduler.tiny_served_model import tiny_served_model
+from tests.waiting import until
 
 # ---- ids ------------------------------------------------------------------------------------------------------------
 
@@ -136,6 +146,65 @@ async def test_a_claim_waits_for_its_tenants_turn_and_one_that_is_given_up_meanw
     assert len(service.ids) == service.num_held == 0
 
 
+@asynccontextmanager
+async def front(service: FrontService, tmp_path: Path) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to it; both end also where a test fails."""
+    server = grpc.aio.server()
+    shards_pb2_grpc.add_FrontServicer_to_server(service, server)
+    server.add_insecure_port(address := f"unix:{tmp_path}/front")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(20):
+            yield channel
+    finally:
+        service.close()
+        await server.stop(None)
+
+
+async def test_who_was_refused_by_a_limit_is_refused_before_its_next_prompt_is_read(tmp_path: Path) -> None:
+    table = TenantTable({"t": TenantLimits(requests_per_minute=1)})
+    service = FrontService(lambda: table)
+    async with front(service, tmp_path) as channel:
+        mailboxes = Mailboxes(asyncio.get_running_loop())
+        core = ShardedCore(channel, mailboxes, num_shards=1, wait_timeout_s=20.0, max_losses=3)
+        following = asyncio.create_task(core._front.follow(_ignore, lambda group: False))
+        a, b, of_t = Loop().group("a", tenant="t"), Loop().group("b", tenant="t"), pb.GenerateRequest(tenant="t")
+        assert await core._front.claim(a) is not None
+        await core.check_room(of_t, 0)  # which asks nobody, as nobody was refused
+        with pytest.raises(OverLimit):
+            await core.submit(b, replaces=False)
+        with pytest.raises(OverLimit, match="requests_per_minute is 1, and 1 were made"):
+            await core.check_room(of_t, 0)
+        await core.check_room(pb.GenerateRequest(tenant="another"), 0)
+        of_t.request_id = "a"
+        await core.check_room(of_t, 0)  # it replaces a live one, or hears that there is one
+        of_t.request_id, table = "b", TenantTable({})
+        await core.check_room(of_t, 0)  # limits may change
+        assert len(service.ids) == 1, "a question claims nothing"
+        service.close()
+        await following
+
+
+async def test_a_claim_that_is_given_up_while_its_id_is_live_is_never_held(tmp_path: Path) -> None:
+    table = TenantTable({"t": TenantLimits(running_sequences=1)})
+    service = FrontService(lambda: table)
+    async with front(service, tmp_path) as channel:
+        link = FrontLink(channel)
+        following = asyncio.create_task(link.follow(_ignore, lambda group: False))
+        runs, group = Loop().group("runs", tenant="t"), Loop().group("r", tenant="t")
+        assert await link.claim(runs) is not None
+        held, again = asyncio.create_task(link.claim(group)), asyncio.create_task(link.claim(group))
+        while not service._tasks:
+            await asyncio.sleep(0.001)
+        again.cancel()
+        held.cancel()
+        while service._tasks:
+            await asyncio.sleep(0.001)
+        assert service.num_held == 0 and len(service.ids) == 1 and not service._later
+        service.close()
+        await asyncio.gather(following, held, again, return_exceptions=True)
+
+
 async def test_an_abort_finds_what_another_frontend_has_and_is_answered_when_that_one_is_gone(tmp_path: Path) -> None:
     service, server = FrontService(), grpc.aio.server()
     shards_pb2_grpc.add_FrontServicer_to_server(service, server)
@@ -180,6 +249,69 @@ def test_requests_of_all_shards_have_numbers_in_the_order_of_time() -> None:
     assert len({next(each) for each in still for _ in range(50)}) == 150, "also where time stands still"
     with pytest.raises(ValueError, match="shards is 257, 1 to 256 are accepted"):
         SchedulerConfig(shards=MAX_SHARDS + 1)  # which could not be told apart
+
+
+# ---- processes and workers ------------------------------------------------------------------------------------------
+
+
+async def test_shards_that_have_yet_to_come_are_not_waited_for_when_all_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Shards, "_command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.setattr(shards, "STOP_GRACE_S", 60.0)
+    both = Shards(SchedulerConfig(shards=2), tmp_path, VitalParts(), lambda: None)
+    async with asyncio.timeout(20):
+        both.start()
+        while len(both._processes._running) < 2:
+            await asyncio.sleep(0.01)
+        await both.stop()
+
+
+class ToldShard(shards_pb2_grpc.ShardServicer):
+    """One that says what a test has it say, and keeps its latest share."""
+
+    def __init__(self) -> None:
+        self.says: asyncio.Queue[shards_pb2.ShardStatus] = asyncio.Queue()
+        self.share = shards_pb2.WorkerShare()
+
+    async def Own(self, request_iterator: Any, context: Any) -> Any:
+        reading = asyncio.create_task(self._read(request_iterator))
+        try:
+            while True:
+                yield await self.says.get()
+        finally:
+            reading.cancel()
+
+    async def _read(self, shares: Any) -> None:
+        async for self.share in shares:
+            pass
+
+
+async def test_what_one_shard_has_drained_every_other_is_told_of_also_when_it_comes_later(tmp_path: Path) -> None:
+    all_shards = Shards(SchedulerConfig(shards=3), tmp_path, VitalParts(), lambda: None)
+    told, servers, following = [ToldShard() for _ in range(3)], list[grpc.aio.Server](), list[asyncio.Task[None]]()
+    for index, shard in enumerate(told):
+        servers.append(server := grpc.aio.server())
+        shards_pb2_grpc.add_ShardServicer_to_server(shard, server)
+        server.add_insecure_port(address := f"unix:{tmp_path}/{index}")
+        await server.start()
+        following.append(asyncio.create_task(all_shards._follow(index, address)))
+    try:
+        for shard in told[:2]:
+            shard.says.put_nowait(shards_pb2.ShardStatus())
+        await until(lambda: len(all_shards.live) == 2)
+        told[0].says.put_nowait(shards_pb2.ShardStatus(drained=["instance"]))
+        await until(lambda: told[1].share.drained == ["instance"])
+        told[0].says.put_nowait(shards_pb2.ShardStatus())  # its next life
+        told[2].says.put_nowait(shards_pb2.ShardStatus())
+        await until(lambda: told[2].share.drained == ["instance"])
+    finally:
+        all_shards._is_stopping = True
+        for task in following:
+            task.cancel()
+        await asyncio.gather(*following, return_exceptions=True)
+        for server in servers:
+            await server.stop(None)
 
 
 # ---- pages ----------------------------------------------------------------------------------------------------------
@@ -367,6 +499,23 @@ def test_another_shard_gets_what_was_drawn_and_which_outputs_have_ended() -> Non
     assert [s.status is SequenceStatus.FINISHED for s in moved.sequences] == [False, True, False]
     assert (moved.num_moves, moved.first_scheduled_ns, moved.arrival_ns) == (2, 77, 5)
     assert len(drawn) == 0
+
+
+@pytest.mark.parametrize("had_begun", [True, False])
+def test_of_those_that_another_shard_had_taken_only_who_had_begun_stands_before_others(had_begun: bool) -> None:
+    loop = Loop(max_waiting_requests=2)
+    queue, there = WaitingQueue(POLICIES["fcfs"]), [loop.group(f"{number}") for number in range(2)]
+    for group in there:
+        queue.push(group)
+        loop.engine.submit(group)
+    group = SequenceGroup("r", [1, 2], pb.SamplingParams(seed=1), max_num_tokens=9, arrival_ns=5)
+    group.num_moves, group.first_scheduled_ns = 1, 77 if had_begun else None
+    moved = decode_group(encode_group(group, 4, reads_logprobs=False, replaces=False, is_moved=True), vocab_size=100)
+    queue.push(moved)
+    assert queue.in_order() == ([moved, *there] if had_begun else [*there, moved])
+    loop.engine.submit(moved)  # though no other is taken any more
+    with pytest.raises(QueueFull):
+        loop.engine.submit(loop.group("another"))
 
 
 def test_a_shard_has_its_part_of_what_may_wait() -> None:

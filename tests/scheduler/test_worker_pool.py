@@ -112,6 +112,37 @@ def test_a_worker_that_another_is_to_hold_is_given_back_with_its_answers_and_may
         assert second.num_leases == 3
 
 
+def test_a_worker_that_another_pool_has_drained_does_not_join() -> None:
+    with FakeWorker() as worker, pool_of() as pool, pool_of() as other:
+        pool.hold([worker.address])
+        wait_until(lambda: _serving(pool) == {worker.address})
+        pool.drain(worker.address)
+        wait_until(lambda: not _serving(pool))
+        other.hold([worker.address], pool.drained)
+        wait_until(lambda: "it was drained" in other.clients[worker.address].state.problem)
+
+
+def test_a_worker_that_is_not_taken_is_asked_again_on_one_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_client, "LEASED_RETRY_S", 0.01)
+    channels, asked, check = list[str](), list[str](), WorkerPool._check
+
+    def connect(address: str, **options: Any) -> grpc.Channel:
+        channels.append(address)
+        return grpc.insecure_channel(address, **options)
+
+    def noted(pool: WorkerPool, info: worker_pb2.WorkerInfo) -> None:
+        asked.append(info.instance_id)
+        pool.drained = {info.instance_id} if len(asked) < 5 else set()
+        check(pool, info)
+
+    monkeypatch.setattr(WorkerPool, "_check", noted)
+    with FakeWorker() as worker, pool_of() as pool:
+        pool._connect = connect
+        pool.hold([worker.address])
+        wait_until(lambda: _serving(pool) == {worker.address})
+        assert channels == [worker.address]
+
+
 def test_one_that_cannot_be_reached_is_given_up_at_once() -> None:
     with pool_of() as pool:
         pool.hold(["127.0.0.1:1"])

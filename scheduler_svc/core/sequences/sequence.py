@@ -297,6 +297,7 @@ class SequenceGroup:
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it was scheduled first
         self.num_preemptions = 0
         self.num_moves = 0
+        self.goes_on_elsewhere = False  # another shard has it: what becomes of it here is not its end
         # Of workers that it was in flight for, and of what was known of them, by a fault; and those not charged with.
         self.num_worker_losses = self.num_losses_in_all = 0
         # Of the prompt, tokens whose logprobs have arrived or are not wanted: the first has none, and who resumes has

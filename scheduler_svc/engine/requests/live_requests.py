@@ -89,7 +89,7 @@ class LiveRequests:
                 raise NotReady("this server is shutting down")
             if group.tenant in self._by_id.get(group.request_id, ()):
                 raise DuplicateRequest(f"request {group.request_id!r} is live already")
-            if not group.is_resumed:
+            if not (group.is_resumed or group.num_moves):  # one that was taken by a shard is not refused by the next
                 self._check_bounds(group.num_prompt_tokens + group.num_resumed_tokens)
             begins = self._tenants.admit(group)
             entry = (next(self._numbers),), group
