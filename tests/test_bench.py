@@ -5,14 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from argparse import Namespace
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
+from benchmarks import flight_recorder, readme_figures
 from benchmarks.readme_figures import report, step_costs
-from octavo.bench import machine, steps, workloads
+from octavo.bench import machine, offline, steps, workloads
 from octavo.bench.figures import measure, percentile, table
 from octavo.bench.simulated_worker import answer
 from octavo.cli import main
@@ -133,6 +139,44 @@ def test_step_costs_are_differences_per_step() -> None:
     assert (costs["num_steps"], costs["bytes_sent"], costs["schedule_us"]) == (10, 4000, 4)
     assert costs["worker_busy_us"] == 90_000  # cache operations, preparing, forward and sampling; not the queue
     assert costs["share_outside_worker"] == pytest.approx(0.1)
+
+
+def test_each_round_of_workloads_begins_with_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def figures(over: str) -> Any:
+        order.append(over)
+        return SimpleNamespace(over=over, wall_s=1.0)
+
+    monkeypatch.setattr(readme_figures, "served", lambda model: nullcontext("address"))
+    monkeypatch.setattr(readme_figures, "LLM", lambda *_, **__: nullcontext(MagicMock()))
+    monkeypatch.setattr(readme_figures, "wait_until_ready", lambda address: None)
+    monkeypatch.setattr(readme_figures, "step_costs", lambda *_: {})
+    monkeypatch.setattr(readme_figures, "over_generate", lambda *_: figures("Generate"))
+    monkeypatch.setattr(offline, "run", lambda *_: (figures("LLM"), []))
+    monkeypatch.setattr(workloads, "make", lambda *_: None)
+    monkeypatch.setattr(workloads, "warm_up", lambda *_: order.clear())
+    arguments = Namespace(without_transformers=True, model="", rounds=2, workloads=["W1"])
+    rows, steps, agreement = readme_figures._rounds(arguments)
+    assert order[-4:] == ["LLM", "Generate", "Generate", "LLM"] == [row.over for row in rows]
+    assert len(steps) == 2 and not agreement
+
+
+def test_pairs_of_the_flight_recorder_s_cost_begin_with_either(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded: list[bool] = []
+
+    def measure(num_sequences: int, on: bool) -> dict[str, float]:
+        recorded.append(on)
+        return {"us_per_step": 1.0, "image_us": 1.0, "bytes_per_step": 1.0}
+
+    monkeypatch.setattr(flight_recorder, "measure", measure)
+    monkeypatch.setattr(flight_recorder, "own_us", lambda num_sequences: 1.0)
+    monkeypatch.setattr("sys.argv", ["flight_recorder", "--pairs", "2"])
+    assert flight_recorder.main() == 0
+    assert recorded == [False, True, True, False]
+    assert json.loads(capsys.readouterr().out)["us_per_step"] == {"off": [1.0, 1.0], "on": [1.0, 1.0]}
 
 
 def test_hardware_makes_a_file_name() -> None:
