@@ -218,6 +218,23 @@ def test_a_damaged_file_is_not_kept(hub: FakeHub, octavo: Command, files: dict[s
     assert (fetched(octavo("model", "fetch", REPO)) / "model.safetensors").read_bytes() == files["model.safetensors"]
 
 
+def test_damaged_files_are_not_kept_though_one_came_in_a_fetch_that_broke_off(
+    hub: FakeHub, octavo: Command, files: dict[str, bytes]
+) -> None:
+    one, two = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    index = json.dumps({"weight_map": {"a": one, "b": two}}).encode()
+    rest = {name: data for name, data in files.items() if name != "model.safetensors"}
+    hub.add(REPO, {**rest, one: b"one", two: b"two", "model.safetensors.index.json": index})
+    hub.damaged |= {one, two}
+    hub.unavailable.add(two)
+    assert "status 503" in reason(octavo("model", "fetch", REPO))
+    hub.unavailable.clear()
+    assert reason(octavo("model", "fetch", REPO)).endswith(f"{one}, {two}: the sha256 sum is not what the hub says")
+    hub.damaged.clear()
+    folder = fetched(octavo("model", "fetch", REPO))
+    assert ((folder / one).read_bytes(), (folder / two).read_bytes()) == (b"one", b"two")
+
+
 def test_a_model_that_is_not_here_and_no_hub(octavo: Command) -> None:
     assert reason(octavo("worker", REPO, HF_HUB_OFFLINE="1")).endswith(
         f"{REPO} is not in the cache, and HF_HUB_OFFLINE is set"
