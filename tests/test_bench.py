@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import subprocess
+import sys
 from argparse import Namespace
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,6 +16,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import numpy as np
+import psutil
 import pytest
 
 from benchmarks import flight_recorder, readme_figures
@@ -27,6 +30,8 @@ from octavo.outputs import RequestMetrics
 from protos import worker_pb2
 from tests.forked_worker import fork
 from tests.integration.fake_inference import FakeServer
+from tests.processes import is_alive, started
+from tests.waiting import wait_until
 
 VOCAB = 49152
 
@@ -226,6 +231,22 @@ def test_bench_serve_with_a_simulated_worker(capsys: pytest.CaptureFixture[str])
     for row in rows:
         assert 0 < row["messages_per_s"] <= row["tokens_per_s"]
         assert row["cpu_s_per_1000_tokens"] == pytest.approx(1000 / row["tokens_per_cpu_s"])
+
+
+def test_a_simulated_service_ends_with_whoever_measures_it() -> None:
+    program = """if True:
+        import time
+        from octavo.bench.streaming import service
+        with service(1, 0.0, 1, []):
+            print("started", flush=True)
+            time.sleep(600)
+    """
+    with started([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"started\n"
+        children = psutil.Process(process.pid).children()
+        process.terminate()
+    assert len(children) == 2
+    wait_until(lambda: not any(map(is_alive, children)), seconds=10)
 
 
 def test_a_simulated_worker_draws_what_the_rows_ask_for() -> None:
