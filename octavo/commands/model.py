@@ -34,9 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     fetch.add_argument(
         "--load-format",
-        choices=("auto", "safetensors", "gguf", "bin"),
+        choices=("auto", "safetensors", "gguf", "bin", "dummy", "tokenizer"),
         default="auto",
-        help="which of the hub's files: as the worker's option (default: auto)",
+        help="which of the hub's files: as the worker's option, or those of its --tokenizer (default: auto)",
     )
     listing = actions.add_parser("list", help="models that are here, and that are known by name; or that a server has")
     connection.add_optional_address(listing, "list the models that this server has")

