@@ -95,6 +95,19 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         ["bench", "serve", "--address", "127.0.0.1:500510"],
         ["model", "rm", "smollm2-135m-instruct", "--ye"],
         ["top", "--interval", "-1"],
+        ["top", "--requests", "abc"],
+        ["health", "--timeout", "nan"],
+        ["health", "http://127.0.0.1:1", "--timeout", "-1"],
+        ["bench", "steps", "--steps", "0"],
+        ["bench", "steps", "--workers", "0"],
+        ["bench", "steps", "--sequences", "x"],
+        ["bench", "serve", "--simulated-worker", "--seconds", "0"],
+        ["bench", "serve", "--simulated-worker", "--frontends", "0"],
+        ["bench", "serve", "--repeat", "0"],
+        ["bench", "serve", "--out", "/nowhere/at/all/x.json"],
+        ["bench", "serve", "--out", "/tmp"],
+        ["bench", "serve", "--url", "http://127.0.0.1:1/v1", "--address", "127.0.0.1:2"],
+        ["bench", "kernels", "--jobs", "x"],
     ],
     ids=" ".join,
 )
@@ -106,6 +119,7 @@ def test_bad_usage_is_one_line_and_exit_code_2(arguments: list[str], capsys: pyt
     shown = capsys.readouterr()
     assert code == 2
     assert len(shown.err.splitlines()) == 1 and shown.out == ""
+    assert "invalid _" not in shown.err, "the name of a function says nothing"
 
 
 @pytest.mark.parametrize("name", ["serve", "scheduler", "worker"])

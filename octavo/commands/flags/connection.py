@@ -96,15 +96,20 @@ def retry_policy(arguments: argparse.Namespace) -> RetryPolicy:
     """A server that is not there at first is reported at once, unless how long to wait was said. Raises OptionError."""
     from octavo.retrying import RetryPolicy
 
-    window_s = arguments.retry_window
-    if window_s is None and (told := os.environ.get(RETRY_WINDOW)):
-        try:
-            window_s = seconds(told)
-        except argparse.ArgumentTypeError as error:
-            raise OptionError(f"{RETRY_WINDOW}: {error}") from None
-    if window_s is None:
+    if (window_s := retry_window(arguments)) is None:
         return RetryPolicy(window_before_admission_s=0.0, on_wait=_tell)
     return RetryPolicy(window_s=window_s, on_wait=_tell)
+
+
+def retry_window(arguments: argparse.Namespace) -> float | None:
+    """Seconds, of the command line, else of the environment; None: nobody has said. Raises OptionError."""
+    window_s: float | None = arguments.retry_window
+    if window_s is None and (told := os.environ.get(RETRY_WINDOW)):
+        try:
+            return seconds(told)
+        except argparse.ArgumentTypeError as error:
+            raise OptionError(f"{RETRY_WINDOW}: {error}") from None
+    return window_s
 
 
 def _tell(waiting: Waiting) -> None:
