@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import socket
 import ssl
@@ -15,7 +16,16 @@ from unittest.mock import Mock
 import pytest
 
 from octavo.cli import main
-from octavo.shared.access.tls import ServerTls, TlsError, TlsFiles, check_name, client_context, client_credentials
+from octavo.commands.certs import ROLES
+from octavo.shared.access.tls import (
+    ServerTls,
+    TlsError,
+    TlsFiles,
+    check_name,
+    client_context,
+    client_credentials,
+    shown_by,
+)
 from octavo.shared.watched_files import LOOK_AGAIN_S
 
 
@@ -225,6 +235,29 @@ def test_certificates_are_for_the_names_that_were_asked_for_and_nobody_else_read
     assert all(key.stat().st_mode & 0o077 == 0 for key in made.glob("*.key"))
     before = (made / "worker.pem").read_bytes()
     assert main(["certs", str(made)]) == 0 and (made / "worker.pem").read_bytes() == before
+
+
+def test_certificates_that_are_past_or_lack_a_name_are_made_anew_with_the_names_that_they_had(
+    certs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def names(role: str) -> tuple[str, ...]:
+        return shown_by(certs / f"{role}.pem", certs / f"{role}.key").names
+
+    had, before = names("worker"), (certs / "worker.pem").read_bytes()
+    assert main(["certs", str(certs), "--name", "host.example", "--name", "10.1.2.3"]) == 0
+    assert capsys.readouterr().out == f"{certs}: nothing new; kept as they were: ca, {', '.join(ROLES)}\n"
+    assert (certs / "worker.pem").read_bytes() == before
+    make_expired(certs)
+    shutil.copy(certs / "expired.pem", certs / "scheduler.pem")
+    assert main(["certs", str(certs), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["made"] == ["scheduler"]
+    assert "localhost" in names("scheduler")
+    assert main(["certs", str(certs), "--name", "gpu-9"]) == 0
+    assert set(names("worker")) == {*had, "gpu-9"} and len(names("worker")) == len(had) + 1
+    (certs / "ca.pem").unlink()
+    assert main(["certs", str(certs)]) == 0
+    assert set(names("worker")) == {*had, "gpu-9"}
+    ServerTls(files(certs, ca="ca"))
 
 
 def test_a_name_of_the_certificate_has_to_be_one_that_is_allowed() -> None:

@@ -641,6 +641,33 @@ def test_a_part_that_is_not_installed_is_one_line() -> None:
     assert ended.stderr == "octavo worker: error: torch is missing; pip install 'octavo[all]' brings it\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "package", "part"),
+    [
+        (["serve"], "scheduler_svc", "scheduler"),
+        (["worker"], "worker_svc", "worker"),
+        (["gateway"], "gateway_svc", "gateway"),
+        (["model", "calibrate", "tiny", "--text", "x"], "scheduler_svc", "scheduler"),
+    ],
+)
+def test_a_part_that_an_image_does_not_have_is_one_line_with_the_image_that_has_it(
+    command: list[str], package: str, part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
+        monkeypatch.delitem(sys.modules, name)
+
+    class Absent:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> None:
+            if name == package:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(sys, "meta_path", [Absent, *sys.meta_path])
+    assert main(command) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and f"there is no {part} here: the image octavo-{part} has it" in said[0]
+
+
 def test_serve_takes_options_that_both_services_have() -> None:
     from octavo.commands import serve
     from octavo.shared.command_line import Parser
