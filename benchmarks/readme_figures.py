@@ -1,4 +1,5 @@
-"""Every figure of the README, in one run: `python -m benchmarks.readme_figures` (about ten minutes on two cores).
+"""The workloads of docs/measurements.md, in one run: `python -m benchmarks.readme_figures` (about ten minutes on two
+cores). The README's figures are of `benchmarks.peers`.
 
 Octavo over `LLM`, Octavo over `Generate` and `transformers` take turns on the same token ids, so that a machine that
 slows down slows all of them; medians over rounds are shown and every round is kept in benchmarks/results/.
@@ -31,7 +32,7 @@ _BUSY_PHASES = ("cache_ops", "prepare", "forward", "sample")
 
 def main() -> int:
     """Prints the report; keeps every round in benchmarks/results/."""
-    parser = argparse.ArgumentParser(description="Measures every figure of the README.")
+    parser = argparse.ArgumentParser(description="Measures the workloads of docs/measurements.md.")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workloads", nargs="+", choices=tuple(workloads.WORKLOADS), default=list(workloads.WORKLOADS))
