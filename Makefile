@@ -31,7 +31,8 @@ EDITABLE := --config-settings editable_mode=compat --editable
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(EDITABLE) '.[dev]'
 	@touch $@
 
-NATIVE := $(wildcard kernels/cpu/native/*.cpp kernels/cpu/native/*.h kernels/cpu/native/*.py)
+CXX_FILES := $(wildcard kernels/cpu/native/*.cpp kernels/cpu/native/*.h)
+NATIVE := $(CXX_FILES) $(wildcard kernels/cpu/native/*.py)
 
 # Compiled once here, so that neither the first start nor a test waits for it. Without a compiler of C++ pip brings one.
 .venv/.warm: .venv/.installed $(NATIVE)
@@ -89,11 +90,10 @@ sanitized = $(BIN)/python kernels/cpu/native/build.py --sanitize $(2) --into $(S
   $(BIN)/python -m pytest -q -p no:cacheprovider $(SANITIZED_TESTS) \
   $(if $(findstring amx,$(1)),$(TILES)) -k "not triton"
 
-NATIVE := $(wildcard kernels/cpu/native/*.cpp kernels/cpu/native/*.h)
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --quiet tests/test_stubs.py
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks.turns import rotated
 from octavo.bench.fleet.replayed_worker import ReplayedLink
 from octavo.bench.fleet.requests import Load
 from octavo.bench.fleet.simulation import Simulation
@@ -99,8 +100,8 @@ def main() -> int:
     arguments = parser.parse_args()
     log.configure("error")
     runs: dict[str, list[dict[str, float]]] = {"off": [], "on": []}
-    for _ in range(arguments.pairs):
-        for name in runs:
+    for number in range(arguments.pairs):
+        for name in rotated(runs, number):
             runs[name].append(measure(arguments.sequences, name == "on"))
     us = {name: [round(run["us_per_step"], 1) for run in each] for name, each in runs.items()}
     more = [on - off for off, on in zip(us["off"], us["on"], strict=True)]

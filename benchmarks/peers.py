@@ -2,9 +2,10 @@
 
 Each engine lives in a virtual environment of its own (`--how-to-install` prints the commands) and is one process that
 answers workloads over its pipes (`benchmarks/peer_engines/`). Engines with weights of one type are loaded together, and
-take turns, workload by workload and round by round. The others are stopped meanwhile, so that no spinning thread of one
-costs another. Where memory does not hold them together, `--one-by-one` starts each anew for every round. A round has
-token ids of its own, so that no engine finds a prompt in its cache. What is not installed is left out, by name.
+take turns, workload by workload and round by round, and each round begins with another of them. The others are stopped
+meanwhile, so that no spinning thread of one costs another. Where memory does not hold them together, `--one-by-one`
+starts each anew for every round. A round has token ids of its own, so that no engine finds a prompt in its cache. What
+is not installed is left out, by name.
 
 Before and after the turn of an engine with a request that is alone, this process measures how fast memory is read, by
 as many threads and over as many bytes as the engine's weights, up to 512 MB. Another prompt then shows how long the
@@ -35,6 +36,7 @@ from benchmarks.machine_limits import MemoryReader
 from benchmarks.peer_engine import EngineFailed, PeerEngine
 from benchmarks.peer_figures import report
 from benchmarks.peer_kinds import ENGINES, TYPES
+from benchmarks.turns import rotated
 from octavo.bench import machine, workloads
 from octavo.models.resolve import resolve_model
 from octavo.shared.cores import available_cores
@@ -42,6 +44,7 @@ from octavo.shared.cores import available_cores
 RESULTS = Path(__file__).parent / "results"
 ORACLES = ("transformers", "octavo")  # whose greedy tokens count as right: the first of them that runs
 _MOST_READ_BYTES = 512 << 20  # many times the caches: more bytes are read as fast
+_TokenIds = dict[tuple[int, str], dict[str, list[list[int]]]]  # by round and workload, then engine, of each request
 
 
 def main() -> int:
@@ -128,7 +131,7 @@ def _instructions(names: Sequence[str]) -> Iterator[str]:
 def _measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """`engines`: what each said of itself; `runs`: one entry a round, workload and engine."""
     rows: dict[str, Any] = {"engines": {}, "runs": []}
-    right: dict[tuple[int, str], tuple[str, list[list[int]]]] = {}
+    token_ids: _TokenIds = {}
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
     rounds = dict(zip(arguments.workloads, itertools.cycle(arguments.rounds), strict=False))
     reader = MemoryReader(_MOST_READ_BYTES, available_cores())
@@ -141,10 +144,11 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     for workload_name in (name for name in arguments.workloads if number < rounds[name]):
                         workload = workloads.make(workload_name, vocab_size, seed=workloads.SEED + number)
                         turns = _Turns(workload, vocab_size, number, reader, rows["engines"])
-                        rows["runs"] += turns.take(running, right)
+                        rows["runs"] += turns.take(running, token_ids)
                 for name, engine in running.items():
                     facts = rows["engines"][name]
                     facts["peak_gib"] = max(facts.get("peak_gib", 0.0), engine.peak_bytes / 2**30)
+    compare(rows["runs"], token_ids)
     return rows
 
 
@@ -152,7 +156,7 @@ def sittings(names: Sequence[str], num_rounds: int, one_by_one: bool) -> list[tu
     """Engines that are loaded together, and the rounds that they run then."""
     if not one_by_one:
         return [(list(names), list(range(num_rounds)))]
-    return [([name], [number]) for number in range(num_rounds) for name in names]
+    return [([name], [number]) for number in range(num_rounds) for name in rotated(names, number)]
 
 
 def _start(
@@ -198,22 +202,20 @@ class _Turns:
     reader: MemoryReader
     engines: dict[str, dict[str, Any]]  # what each said of itself
 
-    def take(
-        self, running: dict[str, PeerEngine], right: dict[tuple[int, str], tuple[str, list[list[int]]]]
-    ) -> list[dict[str, Any]]:
-        """Rows with how many requests have the oracle's tokens, which `right` keeps."""
-        rows, token_ids = [], {}
-        for name, engine in running.items():
+    def take(self, running: dict[str, PeerEngine], token_ids: _TokenIds) -> list[dict[str, Any]]:
+        """A row an engine; their tokens are added to `token_ids`."""
+        rows, answers = [], token_ids.setdefault((self.number, self.workload.name), {})
+        for name in rotated(running, self.number):
+            engine = running[name]
             row: dict[str, Any] = {"round": self.number, "workload": self.workload.name, "engine": name}
             try:
-                measured, token_ids[name] = self._alone(engine, name) if self._is_alone else self._run(engine)
+                measured, answers[name] = self._alone(engine, name) if self._is_alone else self._run(engine)
                 row |= measured
             except EngineFailed as error:
                 row["failed"] = str(error)
             rows.append(row)
             said = f"round {self.number + 1}, {self.workload.name}, {name}"
             print(f"{said}: {row.get('tokens_per_s', 'failed')}", file=sys.stderr)
-        self._compare(rows, token_ids, right)
         return rows
 
     @property
@@ -239,21 +241,16 @@ class _Turns:
         measured["read_gb_per_s"] = max(before, self.reader.gb_per_s(token_bytes))
         return measured, token_ids
 
-    def _compare(
-        self,
-        rows: list[dict[str, Any]],
-        token_ids: dict[str, list[list[int]]],
-        right: dict[tuple[int, str], tuple[str, list[list[int]]]],
-    ) -> None:
-        place = self.number, self.workload.name
-        if place not in right and (oracle := next((name for name in ORACLES if name in token_ids), None)):
-            right[place] = oracle, token_ids[oracle]
-        for row in rows:
-            if place in right and row["engine"] in token_ids:
-                oracle, expected = right[place]
-                pairs = zip(token_ids[row["engine"]], expected, strict=True)
-                row["same_requests"] = sum(mine == theirs for mine, theirs in pairs)
-                row |= {"num_requests": len(self.workload.requests), "oracle": oracle}
+
+def compare(rows: list[dict[str, Any]], token_ids: _TokenIds) -> None:
+    """Adds to each row how many requests have the oracle's tokens, once all have answered: any may have been first."""
+    for row in rows:
+        answers = token_ids[row["round"], row["workload"]]
+        oracle = next((name for name in ORACLES if name in answers), None)
+        if oracle and row["engine"] in answers:
+            pairs = zip(answers[row["engine"]], answers[oracle], strict=True)
+            row["same_requests"] = sum(mine == theirs for mine, theirs in pairs)
+            row |= {"num_requests": len(answers[oracle]), "oracle": oracle}
 
 
 if __name__ == "__main__":

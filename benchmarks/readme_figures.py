@@ -1,4 +1,5 @@
-"""Every figure of the README, in one run: `python -m benchmarks.readme_figures` (about ten minutes on two cores).
+"""The workloads of docs/measurements.md, in one run: `python -m benchmarks.readme_figures` (about ten minutes on two
+cores). The README's figures are of `benchmarks.peers`.
 
 Octavo over `LLM`, Octavo over `Generate` and `transformers` take turns on the same token ids, so that a machine that
 slows down slows all of them; medians over rounds are shown and every round is kept in benchmarks/results/.
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.served import PATIENT, over_generate, served, wait_until_ready
+from benchmarks.turns import rotated
 from octavo import LLM, Client, SamplingParams
 from octavo.bench import machine, offline, workloads
 from octavo.bench.figures import Figures, table
@@ -30,7 +32,7 @@ _BUSY_PHASES = ("cache_ops", "prepare", "forward", "sample")
 
 def main() -> int:
     """Prints the report; keeps every round in benchmarks/results/."""
-    parser = argparse.ArgumentParser(description="Measures every figure of the README.")
+    parser = argparse.ArgumentParser(description="Measures the workloads of docs/measurements.md.")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workloads", nargs="+", choices=tuple(workloads.WORKLOADS), default=list(workloads.WORKLOADS))
@@ -96,15 +98,21 @@ def _rounds(arguments: argparse.Namespace) -> tuple[list[Figures], list[dict[str
         for number in range(arguments.rounds):
             for name in arguments.workloads:
                 workload = workloads.make(name, vocab_size)
-                before = llm.statistics()
-                row, token_ids = offline.run(llm, workload)
-                steps.append({"workload": name, **step_costs(before, llm.statistics(), row.wall_s)})
-                rows += [row, over_generate(address, workload)]
+                token_ids: dict[str, list[list[int]]] = {}
+                for way in rotated(["LLM", "Generate", *(["transformers"] if baseline else [])], number):
+                    if way == "Generate":
+                        rows.append(over_generate(address, workload))
+                    elif way == "LLM":
+                        before = llm.statistics()
+                        row, token_ids[way] = offline.run(llm, workload)
+                        rows.append(row)
+                        steps.append({"workload": name, **step_costs(before, llm.statistics(), row.wall_s)})
+                    elif baseline:
+                        row, token_ids[way] = baseline.run(workload)
+                        rows.append(row)
                 if baseline:
-                    row, expected = baseline.run(workload)
-                    rows.append(row)
-                    same = sum(ours == theirs for ours, theirs in zip(token_ids, expected, strict=True))
-                    agreement[name] = f"{same} of {len(expected)} requests"
+                    pairs = list(zip(token_ids["LLM"], token_ids["transformers"], strict=True))
+                    agreement[name] = f"{sum(ours == theirs for ours, theirs in pairs)} of {len(pairs)} requests"
                 print(f"round {number + 1} of {arguments.rounds}: {name} done", file=sys.stderr)
     return rows, steps, agreement
 

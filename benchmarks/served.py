@@ -19,6 +19,7 @@ from octavo.bench.streaming import MODEL_INFO
 from octavo.bench.workloads import Workload
 from octavo.retrying import RetryPolicy
 from octavo.shared.ports import free_port
+from octavo.shared.processes.end_with_parent import ends_with_parent
 
 PATIENT = RetryPolicy(first_delay_s=0.02, max_delay_s=0.02)  # until a server is ready
 READY_TIMEOUT_S = 60.0
@@ -30,7 +31,7 @@ def served(model: str, *flags: str, environment: Mapping[str, str] | None = None
     port = free_port()
     command = [sys.executable, "-m", "octavo", "serve", "--model", model, "--dtype", "float32", "--port", str(port)]
     process = subprocess.Popen(
-        [*command, "--log-level", "warning", *flags],
+        ends_with_parent([*command, "--log-level", "warning", *flags]),
         stdout=subprocess.DEVNULL,
         env={**os.environ, **(environment or {})},
     )

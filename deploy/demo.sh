@@ -4,11 +4,11 @@
 set -euo pipefail
 
 address="127.0.0.1:$PORT"
-log=$(mktemp)
 if "$BIN/octavo" health "$address" >/dev/null 2>&1; then
   echo "a server runs at $address already; make demo DEMO_PORT=... chooses another port" >&2
   exit 1
 fi
+log=$(mktemp)
 "$BIN/octavo" serve --model "$MODEL" --port "$PORT" 2>"$log" &
 server=$!
 

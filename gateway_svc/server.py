@@ -37,6 +37,7 @@ from octavo.shared.connections import allow_open_files
 from octavo.shared.options import OptionError, environment_without_options, to_arguments
 from octavo.shared.ports import check_port_is_free, reserve_port
 from octavo.shared.processes.supervisor import Child, Supervisor
+from octavo.shared.signals import terminating
 from octavo.shared.tracing.options import check_tracing_packages
 from octavo.shared.tracing.tracer import Tracer
 from octavo.shared.watched_files import LOOK_AGAIN_S
@@ -136,7 +137,8 @@ def new_server(config: GatewayConfig, service: Service, tls: ServerTls | None = 
 
 
 class _Server(uvicorn.Server):
-    """Ends in order at SIGTERM, at once at SIGINT or the second; uvicorn's own would then end this process by it."""
+    """Ends in order at SIGTERM or SIGHUP, at once at SIGINT or a second SIGTERM; uvicorn's own would then end this
+    process by it."""
 
     live: LiveFeeds
 
@@ -148,12 +150,13 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():  # elsewhere they cannot be heard
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, *terminating()):
                 asyncio.get_running_loop().add_signal_handler(number, self._told_to_end, number)
         yield
 
     def _told_to_end(self, number: int) -> None:
-        self.force_exit = self.should_exit or number == signal.SIGINT
+        if number == signal.SIGINT or (self.should_exit and number != signal.SIGHUP):  # which may be told twice
+            self.force_exit = True
         self.should_exit = True
 
 

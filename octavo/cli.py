@@ -36,6 +36,7 @@ COMMANDS = {
 }
 INTERRUPTED = 130  # as shells report SIGINT
 _OWN_PACKAGES = frozenset({"octavo", "protos", "scheduler_svc", "worker_svc", "gateway_svc", "kernels"})
+_PARTS = {"scheduler_svc": "scheduler", "worker_svc": "worker", "kernels": "worker", "gateway_svc": "gateway"}
 _BROKEN_PIPE = 141  # as shells report SIGPIPE
 
 
@@ -71,6 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except ModuleNotFoundError as error:
+        if (part := _PARTS.get(error.name or "")) is not None:  # each image has one of them
+            print(f"{prog}: error: there is no {part} here: the image octavo-{part} has it, and pip install "
+                  "'octavo[all]' brings all", file=sys.stderr)  # fmt: skip
+            return 1
         if error.name is None or error.name.partition(".")[0] in _OWN_PACKAGES:
             raise
         print(f"{prog}: error: {error.name} is missing; pip install 'octavo[all]' brings it", file=sys.stderr)

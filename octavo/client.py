@@ -30,6 +30,7 @@ from octavo.errors import RequestFailed
 from octavo.outputs import RequestOutput
 from octavo.retrying import RetryPolicy
 from octavo.sampling_params import SamplingParams
+from octavo.shared.access.tls import client_credentials
 from protos import inference_pb2 as pb
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -45,9 +46,11 @@ _ENDED_EARLY = "the stream ended before the request did"
 def channel_credentials(
     ca_file: str | Path | None = None, cert_file: str | Path | None = None, key_file: str | Path | None = None
 ) -> grpc.ChannelCredentials:
-    """Credentials for TLS from PEM files: authorities to trust (None: the system's), the client's own certificate."""
-    trusted, cert, key = (Path(name).read_bytes() if name else None for name in (ca_file, cert_file, key_file))
-    return grpc.ssl_channel_credentials(trusted, key, cert)
+    """Credentials for TLS from PEM files: authorities to trust (None: the system's), the client's own certificate.
+
+    Raises ValueError for files that cannot be read or are empty, and for a certificate without its key.
+    """
+    return client_credentials(*(Path(name) if name else None for name in (ca_file, cert_file, key_file)))
 
 
 class _Call:

@@ -23,6 +23,7 @@ from octavo.shared.command_line import Parser
 from octavo.shared.options import add_arguments, from_namespace
 from octavo.shared.ports import BindError
 from octavo.shared.rpc import LINK_CHANNEL_OPTIONS
+from octavo.shared.signals import terminating
 from protos import frontend_pb2
 from protos import inference_pb2 as pb
 from scheduler_svc.api.authority import Authority
@@ -55,7 +56,7 @@ def main() -> int:
     arguments = parser.parse_args()
     config = from_namespace(SchedulerConfig, arguments)
     logging.configure(config.log_level)
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the core, which ends its frontends in order
+    for number in (signal.SIGINT, *terminating()):  # meant for the core, which ends its frontends in order
         signal.signal(number, signal.SIG_IGN)
     try:
         asyncio.run(serve(arguments.core, config, arguments.number))

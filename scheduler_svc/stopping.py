@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import signal
 
-from octavo.shared.signals import on_signal
+from octavo.shared.signals import on_signal, terminating
 
 
 class Stopping:
-    """SIGTERM and `drain` let requests finish, one after the other as well; SIGINT, or SIGTERM twice, does not wait."""
+    """SIGTERM, SIGHUP and `drain` let requests finish, one after the other as well; SIGINT, or SIGTERM twice, does not
+    wait."""
 
     def __init__(self) -> None:
         self._told = asyncio.Event()
@@ -20,7 +21,8 @@ class Stopping:
     def listen(self) -> None:
         """Takes the signals of this process from now on."""
         on_signal(signal.SIGINT, self.stop)
-        on_signal(signal.SIGTERM, self._on_sigterm)
+        for number in terminating():
+            on_signal(number, self._on_sigterm, number == signal.SIGHUP)
 
     def drain(self) -> None:
         """To stop once live requests have ended."""
@@ -51,8 +53,8 @@ class Stopping:
         """Whether live requests are not to be waited for."""
         return self._now.is_set()
 
-    def _on_sigterm(self) -> None:
-        if self._has_sigterm:
+    def _on_sigterm(self, is_hangup: bool) -> None:
+        if self._has_sigterm and not is_hangup:  # which shell and kernel both send where a terminal ends
             self._now.set()
         self._has_sigterm = True
         self._told.set()

@@ -115,7 +115,7 @@ def helm(
     namespace: str = "octavo",
     live: Iterable[Manifest] = (),
 ) -> list[Manifest]:
-    """The manifests of a chart's templates. `live`: what is there already, in its namespaces."""
+    """The manifests of a chart's templates. `live`: what is there already, in its namespaces. Raises ChartRefused."""
 
     def place(manifest: Manifest) -> tuple[str, ...]:
         named = manifest["metadata"]
@@ -127,7 +127,10 @@ def helm(
         "Release": {"Name": release, "Namespace": namespace},
         "lookup": lambda *place: there.get(place, {}),
     }
-    texts = ("".join(_rendered(iter(_tokens(text)), scope)) for text in templates)
+    texts = ["".join(_rendered(iter(_tokens(text)), scope)) for text in templates]
+    for text in texts:
+        if refused := re.search("\0(.*?)\0", text):
+            raise ChartRefused(refused[1])
     return [manifest for text in texts for manifest in documents(text) if manifest]
 
 
@@ -185,10 +188,17 @@ def _shown(value: Any) -> str:
     return json.dumps(value) if isinstance(value, bool) else str(value)
 
 
+class ChartRefused(Exception):
+    """What a chart says of values that do not go together."""
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "not": lambda value: not value,
     "or": lambda first, second: first or second,
     "and": lambda first, second: first and second,
+    "add": lambda first, second: int(first) + int(second),
+    "div": lambda first, second: int(first) // int(second),
+    "fail": lambda why: f"\0{why}\0",  # branches that are not taken are rendered too
     "print": lambda *texts: "".join(texts),
     "quote": lambda value: json.dumps(_shown(value)),
     "toYaml": lambda value: yaml.safe_dump(value, sort_keys=False).rstrip("\n"),

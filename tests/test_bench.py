@@ -5,14 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import subprocess
+import sys
+from argparse import Namespace
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
+import psutil
 import pytest
 
+from benchmarks import flight_recorder, readme_figures
 from benchmarks.readme_figures import report, step_costs
-from octavo.bench import machine, steps, workloads
+from octavo.bench import machine, offline, steps, workloads
 from octavo.bench.figures import measure, percentile, table
 from octavo.bench.simulated_worker import answer
 from octavo.cli import main
@@ -21,6 +30,8 @@ from octavo.outputs import RequestMetrics
 from protos import worker_pb2
 from tests.forked_worker import fork
 from tests.integration.fake_inference import FakeServer
+from tests.processes import is_alive, started
+from tests.waiting import wait_until
 
 VOCAB = 49152
 
@@ -135,6 +146,44 @@ def test_step_costs_are_differences_per_step() -> None:
     assert costs["share_outside_worker"] == pytest.approx(0.1)
 
 
+def test_each_round_of_workloads_begins_with_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def figures(over: str) -> Any:
+        order.append(over)
+        return SimpleNamespace(over=over, wall_s=1.0)
+
+    monkeypatch.setattr(readme_figures, "served", lambda model: nullcontext("address"))
+    monkeypatch.setattr(readme_figures, "LLM", lambda *_, **__: nullcontext(MagicMock()))
+    monkeypatch.setattr(readme_figures, "wait_until_ready", lambda address: None)
+    monkeypatch.setattr(readme_figures, "step_costs", lambda *_: {})
+    monkeypatch.setattr(readme_figures, "over_generate", lambda *_: figures("Generate"))
+    monkeypatch.setattr(offline, "run", lambda *_: (figures("LLM"), []))
+    monkeypatch.setattr(workloads, "make", lambda *_: None)
+    monkeypatch.setattr(workloads, "warm_up", lambda *_: order.clear())
+    arguments = Namespace(without_transformers=True, model="", rounds=2, workloads=["W1"])
+    rows, steps, agreement = readme_figures._rounds(arguments)
+    assert order[-4:] == ["LLM", "Generate", "Generate", "LLM"] == [row.over for row in rows]
+    assert len(steps) == 2 and not agreement
+
+
+def test_pairs_of_the_flight_recorder_s_cost_begin_with_either(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded: list[bool] = []
+
+    def measure(num_sequences: int, on: bool) -> dict[str, float]:
+        recorded.append(on)
+        return {"us_per_step": 1.0, "image_us": 1.0, "bytes_per_step": 1.0}
+
+    monkeypatch.setattr(flight_recorder, "measure", measure)
+    monkeypatch.setattr(flight_recorder, "own_us", lambda num_sequences: 1.0)
+    monkeypatch.setattr("sys.argv", ["flight_recorder", "--pairs", "2"])
+    assert flight_recorder.main() == 0
+    assert recorded == [False, True, True, False]
+    assert json.loads(capsys.readouterr().out)["us_per_step"] == {"off": [1.0, 1.0], "on": [1.0, 1.0]}
+
+
 def test_hardware_makes_a_file_name() -> None:
     facts = {"cpu": "Intel(R) Xeon(R) Platinum 8259CL CPU @ 2.50GHz", "cores": 2}
     assert machine.slug(facts) == "intel-xeon-platinum-8259cl-2-cores"
@@ -182,6 +231,22 @@ def test_bench_serve_with_a_simulated_worker(capsys: pytest.CaptureFixture[str])
     for row in rows:
         assert 0 < row["messages_per_s"] <= row["tokens_per_s"]
         assert row["cpu_s_per_1000_tokens"] == pytest.approx(1000 / row["tokens_per_cpu_s"])
+
+
+def test_a_simulated_service_ends_with_whoever_measures_it() -> None:
+    program = """if True:
+        import time
+        from octavo.bench.streaming import service
+        with service(1, 0.0, 1, []):
+            print("started", flush=True)
+            time.sleep(600)
+    """
+    with started([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"started\n"
+        children = psutil.Process(process.pid).children()
+        process.terminate()
+    assert len(children) == 2
+    wait_until(lambda: not any(map(is_alive, children)), seconds=10)
 
 
 def test_a_simulated_worker_draws_what_the_rows_ask_for() -> None:

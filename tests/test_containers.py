@@ -182,6 +182,8 @@ def test_weights_are_fetched_once_into_one_volume() -> None:
     assert services["worker"]["depends_on"] == {"fetch": {"condition": "service_completed_successfully"}}
     assert services["fetch"]["entrypoint"] == ["octavo", "model", "fetch"]
     assert services["worker"]["command"] == ["--model", *services["fetch"]["command"]]
+    # What its message about gated models asks for; nobody else needs it.
+    assert "HF_TOKEN" in services["fetch"]["environment"] and "HF_TOKEN" not in services["worker"]["environment"]
 
 
 def test_what_died_comes_back_and_what_is_stopped_has_time_to_finish() -> None:

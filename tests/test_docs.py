@@ -57,6 +57,19 @@ def test_paths_exist(name: str) -> None:
     assert [path for path in paths if not (ROOT / path).exists() and name not in EXAMPLES] == []
 
 
+@pytest.mark.parametrize("name", PAGES)
+def test_modules_exist(name: str) -> None:
+    def is_there(module: str) -> bool:
+        path = ROOT.joinpath(*module.split("."))
+        holder = path.parent.with_suffix(".py")  # of a function or class
+        return (
+            path.is_dir() or path.with_suffix(".py").exists() or (holder.exists() and path.name in holder.read_text())
+        )
+
+    named = re.findall(r"`((?:kernels|benchmarks|scheduler_svc|worker_svc|gateway_svc)(?:\.\w+)+)", PAGES[name])
+    assert [module for module in named if not is_there(module) and name not in EXAMPLES] == []
+
+
 def test_names_in_the_walk_through_the_tree_are_defined_in_their_files() -> None:
     walked = re.findall(
         r"^\| [\d.]+ \| [^|]* \| `([\w/.]+)` \| `(\w+)` \|", PAGES["docs/architecture.md"], flags=re.MULTILINE

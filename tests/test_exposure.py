@@ -24,7 +24,7 @@ def test_nobody_else_reaches_loopback(host: str, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "some-host"])
 def test_an_open_service_is_refused_or_warned_of(host: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(OptionError, match=f"host is {host}, .* keys lock it; --insecure"):
+    with pytest.raises(OptionError, match=f"host is {host}, .* lock it with keys; --insecure"):
         check_exposure(host, is_locked=False, insecure=False, locks="keys")
     check_exposure(host, is_locked=True, insecure=False, locks="keys")
     check_exposure(host, is_locked=False, insecure=True, locks="keys")
@@ -34,11 +34,11 @@ def test_an_open_service_is_refused_or_warned_of(host: str, capsys: pytest.Captu
 
 def test_every_service_asks(tmp_path: Path) -> None:
     here = "0.0.0.0"
-    with pytest.raises(OptionError, match="--keys-file, --jwt-jwks-url and --tls-client-ca-file lock it"):
+    with pytest.raises(OptionError, match="lock it with --keys-file, --jwt-jwks-url and --tls-client-ca-file;"):
         scheduler.main(SchedulerConfig(host=here, worker=("127.0.0.1:1",)))
-    with pytest.raises(OptionError, match="--token-file and --tls-client-ca-file lock it"):
+    with pytest.raises(OptionError, match="lock it with --token-file and --tls-client-ca-file;"):
         worker.main(WorkerConfig(host=here, model=str(tmp_path)))
-    with pytest.raises(OptionError, match="--tls-cert-file lock it"):
+    with pytest.raises(OptionError, match="lock it with --tls-cert-file;"):
         gateway.main(GatewayConfig(host=here))
     # With a lock each goes on to the next thing that is wrong.
     with pytest.raises(OptionError, match=r"--keys-file: .*nowhere"):
@@ -48,7 +48,7 @@ def test_every_service_asks(tmp_path: Path) -> None:
 def test_tls_alone_is_no_lock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It says who a service is, and nothing of who calls."""
     cert, key = tmp_path / "a.pem", tmp_path / "a.key"
-    with pytest.raises(OptionError, match="--token-file and --tls-client-ca-file lock it"):
+    with pytest.raises(OptionError, match="lock it with --token-file and --tls-client-ca-file;"):
         worker.main(WorkerConfig(host="0.0.0.0", model=str(tmp_path), tls_cert_file=cert, tls_key_file=key))
     config = SchedulerConfig(host="0.0.0.0", worker=("127.0.0.1:1",), tls_cert_file=cert, tls_key_file=key)
     with pytest.raises(OptionError, match=r"TLS: .*a\.pem"):

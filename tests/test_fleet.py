@@ -359,3 +359,8 @@ def test_prompts_are_alike_as_far_as_their_contents_are() -> None:
     one, other = (Request(0, ((7, 20), (own, 5)), 1).prompt() for own in (1, 2))
     assert (one[:20] == other[:20]).all() and (one[20:] != other[20:]).all()
     assert one.dtype == np.int32 and one.min() >= 0
+
+
+def test_a_file_that_cannot_be_read_is_named_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "fleet", "--trace", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"octavo bench: error: Is a directory: {tmp_path}\n"

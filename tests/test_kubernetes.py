@@ -161,7 +161,8 @@ def test_whatever_is_named_is_there(case: str, manifests: list[Manifest]) -> Non
             for each in container.get("env", []):
                 source = each.get("valueFrom", {})
                 if reference := source.get("configMapKeyRef"):
-                    assert reference["key"] in there["ConfigMap", reference["name"]]["data"]
+                    data = there["ConfigMap", reference["name"]]["data"]
+                    assert reference["key"] in data or reference.get("optional")
                 assert source.get("secretKeyRef", {"optional": True})["optional"] is True
             for name, port in re.findall(r"\b(octavo-\w+):(\d+)", " ".join(container.get("args", []))):
                 assert int(port) in ports[name]
@@ -386,6 +387,9 @@ def test_weights_are_fetched_once_and_then_read_only(case: str, manifests: list[
     (container,) = containers(fetch)
     script = container["command"][-1]
     assert "octavo model fetch" in script
+    given = {each["name"]: each["valueFrom"].get("configMapKeyRef", {}) for each in container["env"]}
+    for name in ("MODEL", "LOAD_FORMAT", "TOKENIZER"):
+        assert given[name]["key"] == f"OCTAVO_{name}" and given[name].get("optional", False) == (name != "MODEL")
     variables_of_image = " ".join(said("worker", "ENV")).split()
     assert {"OCTAVO_CACHE=/cache", "HF_HOME=/cache/huggingface"} <= set(variables_of_image)
     assert script.rstrip().endswith('touch "/cache/fetched/$MODEL/done"'), "the last thing that it does"
@@ -412,15 +416,17 @@ def test_the_mark_is_made_only_after_a_whole_fetch(tmp_path: Path) -> None:
             (tmp_path / program).write_text(f"#!/bin/sh\necho {program} $* >> {tmp_path}/called\n{ending}\n")
             (tmp_path / program).chmod(0o755)
         script = [word.replace("/cache", f"{tmp_path}/cache") for word in fetch["command"]]
-        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "MODEL": "OWNER/NAME@main"}
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "MODEL": "OWNER/NAME@main", "TOKENIZER": "OWNER/OTHER"}
+        environment |= {"LOAD_FORMAT": "bin"} if ending == "true" else {}
         code = subprocess.run(script, env=environment, timeout=10).returncode
         assert (code == 0) == mark.exists() == (ending == "true")
     environment["OCTAVO_MODEL"] = environment.pop("MODEL")
     script = [word.replace("/cache", f"{tmp_path}/cache") for word in wait]
     assert subprocess.run(script, env=environment, timeout=10).returncode == 0
     assert (tmp_path / "called").read_text().splitlines() == [
-        "octavo model fetch OWNER/NAME@main",
-        "octavo model fetch OWNER/NAME@main",
+        "octavo model fetch OWNER/NAME@main --load-format auto",
+        "octavo model fetch OWNER/NAME@main --load-format bin",
+        "octavo model fetch OWNER/OTHER --load-format tokenizer",
     ]
 
 

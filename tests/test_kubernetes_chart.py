@@ -15,7 +15,7 @@ import yaml
 
 from deploy.kubernetes import make_chart
 from tests.kubernetes_cases import CASES, folder_of, named, rendered, templates, values_of
-from tests.kubernetes_renderers import Manifest, documents, helm, merged, pods
+from tests.kubernetes_renderers import ChartRefused, Manifest, documents, helm, merged, pods
 
 every_case = pytest.mark.parametrize("case", CASES)
 
@@ -73,10 +73,28 @@ def test_values_are_those_of_the_schema(case: str) -> None:
 
 
 def test_two_releases_have_nothing_in_common() -> None:
-    values = merged(values_of("cpu"), {name: {"enabled": True} for name in ("hpa", "ranks", "gatewayApi", "ingress")})
-    one, other = (named(helm(templates(), values, release=name, namespace=name)) for name in ("one", "other"))
-    assert not one.keys() & other.keys()
-    assert "octavo-" not in re.sub(r"octavo-(worker|scheduler|gateway):latest|octavo-client\b", "", str(one))
+    for of_workers in ("hpa", "ranks"):
+        values = merged(values_of("cpu"), {name: {"enabled": True} for name in (of_workers, "gatewayApi", "ingress")})
+        one, other = (named(helm(templates(), values, release=name, namespace=name)) for name in ("one", "other"))
+        assert not one.keys() & other.keys()
+        assert "octavo-" not in re.sub(r"octavo-(worker|scheduler|gateway):latest|octavo-client\b", "", str(one))
+
+
+@pytest.mark.parametrize(("one", "other"), [("hpa", "ranks"), ("keda", "ranks"), ("hpa", "keda")])
+def test_what_scales_workers_in_two_ways_is_refused(one: str, other: str) -> None:
+    values = merged(values_of("cpu"), {one: {"enabled": True}, other: {"enabled": True}})
+    with pytest.raises(ChartRefused, match=f"^{one} and {other} do not go together"):
+        helm(templates(), values)
+
+
+@pytest.mark.parametrize("case", ["cpu", "tls", "tls-keys-ranks"])
+def test_a_worker_has_as_long_to_start_as_the_value_says_over_tls_too(case: str) -> None:
+    manifests = named(helm(templates(), merged(values_of(case), {"worker": {"startupFailures": 721}})))
+    workers = ("Deployment", "octavo-worker"), ("LeaderWorkerSet", "octavo-ranks")
+    pod = pods(next(each for (kind, name), each in manifests.items() if (kind, name) in workers))[0]
+    probe = next(each["startupProbe"] for each in pod["spec"]["containers"] if "startupProbe" in each)
+    seconds = probe["periodSeconds"] * probe["failureThreshold"]
+    assert 721 * 5 <= seconds < 721 * 5 + probe["periodSeconds"]
 
 
 @pytest.mark.parametrize("autoscaler", ["hpa", "keda"])

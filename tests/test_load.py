@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import grpc
 import numpy as np
@@ -28,7 +30,9 @@ from octavo.bench.load.record import Record
 from octavo.bench.load.requests import PlannedRequest
 from octavo.bench.load.runner import Run
 from octavo.cli import main
+from octavo.commands.benches import bench_serve
 from octavo.commands.benches.bench_serve import WORSE
+from octavo.commands.flags import connection
 from tests.gateway.running import gateway
 from tests.integration.fake_inference import FakeServer
 from tests.processes import started
@@ -376,8 +380,33 @@ def test_without_its_library_a_flag_names_the_extra_before_anything_is_sent(
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
     server.inference.requests.clear()
-    assert bench("serve", *RANDOM, "--address", server.address, *flags) == 1
+    where = [] if "--url" in flags else ["--address", server.address]
+    assert bench("serve", *RANDOM, *where, *flags) == 1
     assert extra in capsys.readouterr().err and not server.inference.requests
+
+
+def test_what_cannot_be_kept_has_been_shown(
+    server: FakeServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> list[Path]:
+        raise OSError(errno.ENOSPC, "No space left on device", "x.png")
+
+    monkeypatch.setattr("octavo.bench.load.pictures.write", full)
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
+    assert bench("serve", *RANDOM, "--address", server.address, "--rate", "200", "--pictures", "drawn") == 1
+    shown = capsys.readouterr()
+    assert "| 200 requests/s |" in shown.out and "No space left on device: x.png" in shown.err
+
+
+def test_the_window_of_the_environment_counts_for_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.bench.load.grpc_target.GrpcTarget", lambda address, **options: options)
+    monkeypatch.setattr(connection, "credentials", lambda arguments: None)
+    arguments = MagicMock(url=None, retry_window=None)
+    assert vars(bench_serve)["_target"](arguments)["retry_window_s"] == 0.0
+    monkeypatch.setenv("OCTAVO_RETRY_WINDOW", "7")
+    assert vars(bench_serve)["_target"](arguments)["retry_window_s"] == 7.0
+    arguments.retry_window = 2.0
+    assert vars(bench_serve)["_target"](arguments)["retry_window_s"] == 2.0
 
 
 def test_errors_are_counted_by_kind_and_a_run_without_answers_fails(capsys: pytest.CaptureFixture[str]) -> None:
@@ -420,7 +449,9 @@ def test_throughput_is_worse_when_it_is_less() -> None:
     assert less.is_worse_by(20) and not less.is_worse_by(30)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": "octavo-load-1", "runs": []}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"schema": "octavo-load-1", "runs": []}', '{"schema": "octavo-load-1", "runs": [{}]}']
+)
 def test_other_files_are_not_compared(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bad.json"
     path.write_text(text)

@@ -109,7 +109,12 @@ def test_hooks_run_what_the_lint_runs() -> None:
     entries = [hook["entry"].replace(" --force-exclude", "") for hook in hooks]  # for files by their names
     recipe = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\nlint: setup\n")[2].partition("\n\n")[0]
     lines = [line.strip().replace("$(BIN)", ".venv/bin") for line in recipe.splitlines()]
-    assert entries == [line.removesuffix(" .").removesuffix(" $(NATIVE)") for line in lines]
+    assert entries == [line.removesuffix(" .").removesuffix(" $(CXX_FILES)") for line in lines]
+
+
+def test_the_makefile_says_once_what_a_variable_is() -> None:
+    names = re.findall(r"^(\w+) :?= ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(names) > 5 and len(names) == len(set(names))
 
 
 def test_strict_types_have_few_exceptions_which_get_fewer() -> None:

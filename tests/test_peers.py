@@ -166,7 +166,9 @@ def test_a_request_that_is_alone_runs_between_two_looks_at_memory(engine: PeerEn
     engine.pause()
     reader: Any = Reader()
     turns = peers._Turns(workload(([1, 2], 3)), 100, 0, reader, {"octavo": {"token_bytes": 8}})
-    (row,) = turns.take({"octavo": engine}, {})
+    token_ids: dict[tuple[int, str], dict[str, list[list[int]]]] = {}
+    (row,) = turns.take({"octavo": engine}, token_ids)
+    peers.compare([row], token_ids)
     assert row["read_gb_per_s"] == 40.0 and asked == [8, 8]
     assert row["prompt_s"] > 0 and row["same_requests"] == 1
     two = peers._Turns(workload(([1, 2], 3), ([4], 1)), 100, 0, reader, {})
@@ -193,7 +195,23 @@ def test_an_engine_that_fails_is_left_out_with_its_words(tmp_path: Path, monkeyp
 
 def test_engines_are_loaded_together_or_each_for_its_turn() -> None:
     assert peers.sittings(["a", "b"], 3, one_by_one=False) == [(["a", "b"], [0, 1, 2])]
-    assert peers.sittings(["a", "b"], 2, one_by_one=True) == [(["a"], [0]), (["b"], [0]), (["a"], [1]), (["b"], [1])]
+    assert peers.sittings(["a", "b"], 2, one_by_one=True) == [(["a"], [0]), (["b"], [0]), (["b"], [1]), (["a"], [1])]
+
+
+def test_each_round_begins_with_another_engine_and_the_oracle_may_be_last(engine: PeerEngine) -> None:
+    reader: Any = None  # nobody is alone
+    engine.pause()
+    rows, token_ids = list[dict[str, Any]](), dict[tuple[int, str], dict[str, list[list[int]]]]()
+    for number in range(3):
+        two = peers._Turns(workload(([1, 2], 3), ([4], 1)), 100, number, reader, {})
+        rows += two.take(dict.fromkeys(("octavo", "transformers", "openvino"), engine), token_ids)
+    firsts = [next(row["engine"] for row in rows if row["round"] == number) for number in range(3)]
+    assert firsts == ["octavo", "transformers", "openvino"]
+    token_ids[2, "W1"]["transformers"] = [[3, 4, 5], [6]]
+    token_ids[2, "W1"]["openvino"] = [[3, 4, 5], [7]]
+    peers.compare(rows, token_ids)
+    assert {row["oracle"] for row in rows} == {"transformers"}
+    assert [row["same_requests"] for row in rows if row["engine"] == "openvino"] == [2, 2, 1]
 
 
 def test_all_engines_can_be_limited_to_the_same_instructions(tmp_path: Path) -> None:

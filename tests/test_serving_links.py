@@ -94,7 +94,8 @@ def test_the_folder_is_for_this_user_and_gone_at_the_end() -> None:
     assert not folder.exists()
 
 
-def test_the_folder_is_gone_after_a_sigterm_that_nobody_else_hears(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_folder_is_gone_after_a_signal_that_nobody_else_hears(number: signal.Signals, tmp_path: Path) -> None:
     """As while a model is downloaded."""
     program = """if True:
         import time
@@ -107,6 +108,6 @@ def test_the_folder_is_gone_after_a_sigterm_that_nobody_else_hears(tmp_path: Pat
     with started([sys.executable, "-c", program], cwd=ROOT, env=environ, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"made\n"
         assert len(list(tmp_path.iterdir())) == 1
-        process.terminate()
-        assert process.wait(30) == -signal.SIGTERM
+        process.send_signal(number)
+        assert process.wait(30) == -number
     assert not any(tmp_path.iterdir())

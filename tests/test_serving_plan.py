@@ -91,6 +91,15 @@ def test_a_port_for_http_that_is_taken_is_told_by_its_own_flag():
             plan(ServeConfig(http_port=taken.getsockname()[1]), SchedulerConfig(port=0), WorkerConfig())
 
 
+def test_two_services_on_one_port_are_refused_before_a_model_is_loaded():
+    port = free_port()
+    with pytest.raises(PlanError, match=f"^port and http_port are both {port}: each needs a port of its own$"):
+        plan(ServeConfig(http_port=port), SchedulerConfig(port=port), WorkerConfig())
+    with pytest.raises(PlanError, match=r"^http_port and metrics_port are both"):
+        plan(ServeConfig(http_port=port), SchedulerConfig(port=0, metrics_port=port), WorkerConfig())
+    plan(ServeConfig(), SchedulerConfig(port=0, metrics_port=0, control_port=0), WorkerConfig())
+
+
 def test_adapters_that_no_worker_would_take_are_refused():
     named = SchedulerConfig(port=0, lora_modules=("a=/a",))
     with pytest.raises(PlanError, match="lora_modules names adapters, which workers take with --enable-lora alone"):

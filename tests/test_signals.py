@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from octavo.shared.signals import on_signal
+from octavo.shared.signals import on_signal, terminating
 
 NUMBER = signal.SIGUSR2
 
@@ -58,3 +58,14 @@ def test_after_the_loop_whoever_listened_before_does_again() -> None:
     os.kill(os.getpid(), NUMBER)
     os.kill(os.getpid(), NUMBER)
     assert heard == [NUMBER, NUMBER]
+
+
+def test_the_end_of_a_terminal_counts_where_nobody_has_said_to_go_on_without() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        assert terminating() == [signal.SIGTERM, signal.SIGHUP]
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+        assert terminating() == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGHUP, before)

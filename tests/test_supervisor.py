@@ -73,7 +73,7 @@ def _no_process_is_left() -> Iterator[None]:
     assert [p for p in psutil.Process().children(recursive=True) if p not in before and is_alive(p)] == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGHUP, 0)])
 async def test_a_signal_ends_everything(number: int, code: int) -> None:
     supervisor = Supervisor([child("a", SLEEP, True), child("b", SLEEP)], ready_at_once)
     readiness: list[float] = []
@@ -84,6 +84,15 @@ async def test_a_signal_ends_everything(number: int, code: int) -> None:
 
     assert await supervisor.run(ready) == code
     assert len(readiness) == 1 and 0.04 < readiness[0] < 5
+
+
+async def test_the_end_of_a_terminal_that_is_told_twice_lets_children_finish(tmp_path: Path) -> None:
+    begun, finished = tmp_path / "begun", tmp_path / "finished"
+    finishes = f"import signal; signal.signal(15, lambda *_: (time.sleep(0.5), sys.exit(open({str(finished)!r}, 'x'))))"
+    children = [child("scheduler", python(finishes, begun=begun), True)]
+    supervisor = Supervisor(children, ready_with(begun))
+    assert await supervisor.run(lambda _: send(signal.SIGHUP, signal.SIGHUP)) == 0
+    assert finished.exists(), "it was killed"
 
 
 async def test_children_that_ignore_sigterm_are_killed_after_less_than_5_seconds(

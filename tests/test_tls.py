@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import socket
 import ssl
 import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
 from octavo.cli import main
-from octavo.shared.access.tls import ServerTls, TlsError, TlsFiles, check_name
+from octavo.commands.certs import ROLES
+from octavo.shared.access.tls import (
+    ServerTls,
+    TlsError,
+    TlsFiles,
+    check_name,
+    client_context,
+    client_credentials,
+    shown_by,
+)
 from octavo.shared.watched_files import LOOK_AGAIN_S
 
 
@@ -63,6 +74,40 @@ def test_what_does_not_fit_is_refused_in_a_line_that_names_it(certs: Path) -> No
             ServerTls(wrong)
         assert "\n" not in str(raised.value)
     ServerTls(files(certs, ca="ca"))
+
+
+@pytest.mark.parametrize("make", [client_credentials, client_context])
+def test_half_a_pair_and_files_that_are_empty_are_refused_before_grpc_aborts_over_them(
+    make: Callable[..., object], certs: Path
+) -> None:
+    ca, cert, key, empty = (certs / name for name in ("ca.pem", "client.pem", "client.key", "empty"))
+    empty.touch()
+    for files, complaint in (
+        ((ca, cert, None), "client.pem: a certificate and its key are needed together"),
+        ((ca, None, key), "client.key: a certificate and its key are needed together"),
+        ((ca, cert, empty), "empty is empty"),
+        ((ca, empty, key), "empty is empty"),
+        ((empty, cert, key), "empty is empty"),
+        ((certs / "nowhere", None, None), "nowhere: No such file"),
+    ):
+        with pytest.raises(TlsError, match=complaint):
+            make(*files)
+    make(ca, cert, key)
+    make(ca)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:1", "https://127.0.0.1:1"])
+def test_files_of_a_command_that_cannot_be_used_are_its_usage(
+    url: str, certs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = certs / "client.key"
+    for option, complaint in (
+        (f"--tls-client-key-file={key}", "client.key: a certificate and its key are needed together"),
+        (f"--tls-ca-file={certs}/nowhere", "nowhere: No such file or directory"),
+    ):
+        assert main(["health", url, option]) == 2
+        said = capsys.readouterr()
+        assert complaint in said.err and not said.out
 
 
 def shown_to_a_client(context: ssl.SSLContext) -> bytes:
@@ -190,6 +235,29 @@ def test_certificates_are_for_the_names_that_were_asked_for_and_nobody_else_read
     assert all(key.stat().st_mode & 0o077 == 0 for key in made.glob("*.key"))
     before = (made / "worker.pem").read_bytes()
     assert main(["certs", str(made)]) == 0 and (made / "worker.pem").read_bytes() == before
+
+
+def test_certificates_that_are_past_or_lack_a_name_are_made_anew_with_the_names_that_they_had(
+    certs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def names(role: str) -> tuple[str, ...]:
+        return shown_by(certs / f"{role}.pem", certs / f"{role}.key").names
+
+    had, before = names("worker"), (certs / "worker.pem").read_bytes()
+    assert main(["certs", str(certs), "--name", "host.example", "--name", "10.1.2.3"]) == 0
+    assert capsys.readouterr().out == f"{certs}: nothing new; kept as they were: ca, {', '.join(ROLES)}\n"
+    assert (certs / "worker.pem").read_bytes() == before
+    make_expired(certs)
+    shutil.copy(certs / "expired.pem", certs / "scheduler.pem")
+    assert main(["certs", str(certs), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["made"] == ["scheduler"]
+    assert "localhost" in names("scheduler")
+    assert main(["certs", str(certs), "--name", "gpu-9"]) == 0
+    assert set(names("worker")) == {*had, "gpu-9"} and len(names("worker")) == len(had) + 1
+    (certs / "ca.pem").unlink()
+    assert main(["certs", str(certs)]) == 0
+    assert set(names("worker")) == {*had, "gpu-9"}
+    ServerTls(files(certs, ca="ca"))
 
 
 def test_a_name_of_the_certificate_has_to_be_one_that_is_allowed() -> None:

@@ -8,6 +8,7 @@ from functools import partial
 
 import structlog
 
+from octavo.shared.signals import terminating
 from protos import ranks_pb2
 from worker_svc.parallel.group import ParallelGroup, end_group
 from worker_svc.steps.worker import Worker
@@ -20,7 +21,7 @@ def follow(worker: Worker, group: ParallelGroup) -> int:
 
     For the main thread: commands are read here while the model thread computes earlier ones.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, *terminating()):
         signal.signal(number, signal.SIG_IGN)
 
     def begin(command: ranks_pb2.RankCommand) -> None:

@@ -28,7 +28,7 @@ from octavo.shared.access.exposure import check_exposure
 from octavo.shared.access.tls import ServerTls, server_tls
 from octavo.shared.connection_shares import ConnectionShares, watch
 from octavo.shared.rpc import MAX_WORKER_CONNECTIONS, WORKER_SERVER_OPTIONS, add_introspection, bind
-from octavo.shared.signals import on_signal
+from octavo.shared.signals import on_signal, terminating
 from octavo.shared.tracing.options import check_tracing_packages
 from octavo.shared.tracing.tracer import new_tracer
 from protos import worker_pb2_grpc
@@ -314,11 +314,11 @@ async def _serve(
     stopped, urgent = asyncio.Event(), asyncio.Event()
 
     def stop(number: int) -> None:
-        if number == signal.SIGINT or stopped.is_set():
-            urgent.set()  # somebody waits at a terminal, or insists
+        if number == signal.SIGINT or (stopped.is_set() and number != signal.SIGHUP):
+            urgent.set()  # somebody waits at a terminal, or insists; the end of a terminal may be told twice
         stopped.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, *terminating()):
         on_signal(number, stop, number)
     worker = Worker(runner, config, thread, group=group)
     server = WorkerServer(worker, runner.config, files, entrance)

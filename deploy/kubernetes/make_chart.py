@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ _VALUE = re.compile(
 _ALONE = re.compile(r"(\s*)# chart: (.*)")
 _INSTEAD = re.compile(r"(\s*).*  # chart: (.*)")
 _TLS = re.compile(r"(\s*)# tls: (\w+)")
+_CHANGE = re.compile(r"- op: \w+\n  path: .*/(\w+)\n  value:\n((?:    .*\n?)+)")
 _WHEN = re.compile(r"# when (.*)\n")
 _NAMES = re.compile(
     r"(?<!replacement: )"  # of a job, which rules of Prometheus know by this one name
@@ -117,23 +119,24 @@ def template(manifest: str, values: Values) -> str:
     return "".join(documents)
 
 
-def _tls_probes(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Name to probe, as components/tls patches those of a manifest."""
+def _tls_probes(manifest: dict[str, Any]) -> dict[str, list[str]]:
+    """Name to probe, as components/tls patches those of a manifest: its lines, with what a chart makes of them."""
     said = yaml.safe_load((HERE / "components/tls/kustomization.yaml").read_text(encoding="utf-8"))
     target = {"kind": manifest["kind"], "name": manifest["metadata"]["name"]}
-    patches = [yaml.safe_load(patch["patch"]) for patch in said["patches"] if patch["target"] == target]
-    return {change["path"].rpartition("/")[2]: change["value"] for changes in patches for change in changes}
+    patches = [patch["patch"] for patch in said["patches"] if patch["target"] == target]
+    changes = (match.groups() for patch in patches for match in _CHANGE.finditer(patch))
+    return {name: [f"{name}:", *textwrap.indent(textwrap.dedent(probe), "  ").splitlines()] for name, probe in changes}
 
 
-def _lines(lines: list[str], values: Values, probes: dict[str, Any]) -> list[str]:
+def _lines(lines: list[str], values: Values, probes: dict[str, list[str]]) -> list[str]:
     made = []
     while lines:
         line, *lines = lines
         if match := _TLS.fullmatch(line):
             indent, name = match.groups()
             block, rest = _block(len(indent), lines[1:])
-            probe = yaml.safe_dump({name: probes[name]}, sort_keys=False, width=1000).splitlines()
-            made += [f"{indent}{{{{- if .Values.tls.enabled }}}}", *(indent + each for each in probe)]
+            probe = _lines([indent + each for each in probes[name]], values, {})
+            made += [f"{indent}{{{{- if .Values.tls.enabled }}}}", *probe]
             made += [f"{indent}{{{{- else }}}}", *_lines([lines[0], *block], values, probes), f"{indent}{{{{- end }}}}"]
             lines = rest
         elif match := _VALUE.fullmatch(line):

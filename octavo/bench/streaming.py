@@ -23,6 +23,7 @@ import grpc
 from octavo.bench.figures import percentile
 from octavo.shared.options import environment_without_options
 from octavo.shared.ports import LOOPBACK, free_ports
+from octavo.shared.processes.end_with_parent import ends_with_parent
 from octavo.shared.rpc import CHANNEL_OPTIONS
 from protos import inference_pb2 as pb
 
@@ -104,7 +105,7 @@ def service(num_streams: int, step_ms: float, frontends: int, flags: Sequence[st
     try:
         for own_cores, command in ((service_cores, scheduler), (load_cores, worker)):
             os.sched_setaffinity(0, own_cores)  # what is started takes it over
-            processes.append(subprocess.Popen(command, env=environment_without_options()))
+            processes.append(subprocess.Popen(ends_with_parent(command), env=environment_without_options()))
         yield f"{LOOPBACK}:{port}", processes[0].pid
     finally:
         os.sched_setaffinity(0, cores)

@@ -13,6 +13,7 @@ from octavo.chat.terminal import Answer
 if TYPE_CHECKING:
     from octavo.client import Client
     from octavo.sampling_params import SamplingParams
+from octavo.shared.whole_files import replacing
 
 Message = dict[str, str]  # role, content
 
@@ -66,7 +67,8 @@ class Conversation:
     def save(self, path: Path) -> int:
         """Writes the messages as a JSON list of roles and contents, and returns how many. Raises OSError."""
         messages = self._messages()
-        path.write_text(json.dumps(messages, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        with replacing(path) as file:  # for this user alone: what people ask is theirs
+            file.write(json.dumps(messages, indent=1, ensure_ascii=False) + "\n")
         return len(messages)
 
     def load(self, path: Path) -> int:

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 from octavo.commands.benches import bench_fleet, bench_kernels, bench_serve
 from octavo.commands.flags import connection
+from octavo.commands.flags.numbers import count, counts, number
 from octavo.shared.options import OptionError
 
 if TYPE_CHECKING:
     from octavo.bench.figures import Figures
     from octavo.bench.workloads import Workload
 
+_MOST, _MOST_PROCESSES = 10**8, 256
 _DEFAULT_MODEL = "smollm2-135m-instruct"
 _OF_SIMULATION = ("seconds", "step_ms", "stream_interval_ms", "frontends")  # options of bench serve --simulated-worker
 _OF_BOTH = ("streams", "json", "simulated_worker")
@@ -41,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve = kinds.add_parser("serve", help="load on a server that runs, in an open or a closed loop")
     serve.add_argument(
         "--streams",
-        type=_counts,
+        type=counts(_MOST),
         metavar="N[,N...]",
         help="streams at once; each number is measured (default: one per request, at most 64)",
     )
@@ -51,21 +53,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start a scheduler on one core, and on another a worker that computes nothing and N streams that never "
         "pause (default: 1, then 64, then 1024): what reaches clients, and the scheduler's CPU time",
     )
-    serve.add_argument("--seconds", type=float, default=10.0, help="length of such a run (default: %(default)s)")
-    serve.add_argument("--step-ms", type=float, default=0.0, help="how long a step takes there (default: %(default)s)")
-    serve.add_argument("--stream-interval-ms", type=float, metavar="MS", help="option of that scheduler")
-    serve.add_argument("--frontends", type=int, default=1, metavar="N", help="likewise; each has a core, if there are")
+    serve.add_argument(
+        "--seconds", type=number(above=0), default=10.0, help="length of such a run (default: %(default)s)"
+    )
+    serve.add_argument(
+        "--step-ms", type=number(least=0), default=0.0, help="how long a step takes there (default: %(default)s)"
+    )
+    serve.add_argument("--stream-interval-ms", type=number(least=0), metavar="MS", help="option of that scheduler")
+    serve.add_argument(
+        "--frontends",
+        type=count(_MOST_PROCESSES),
+        default=1,
+        metavar="N",
+        help="likewise; each has a core, if there are",
+    )
     bench_serve.add_arguments(serve)
     connection.add_arguments(serve)
     bench_serve.add_compare_arguments(kinds.add_parser("compare", help="two results of serve, beside each other"))
     steps = kinds.add_parser("steps", help="what a step costs the scheduler, with workers that are only simulated")
-    steps.add_argument("--sequences", type=_counts, default=[64, 256, 1024], metavar="N[,N...]", help="running at once")
     steps.add_argument(
-        "--workers", type=int, default=1, metavar="W", help="workers that they are spread over (default: 1)"
+        "--sequences", type=counts(_MOST), default=[64, 256, 1024], metavar="N[,N...]", help="running at once"
     )
-    steps.add_argument("--steps", type=int, default=256, help="steps to measure (default: %(default)s)")
-    steps.add_argument("--waiting", type=int, default=0, metavar="N", help="requests that wait beside those that run")
-    steps.add_argument("--cached-blocks", type=int, default=0, metavar="N", help="unused blocks in each prefix cache")
+    steps.add_argument(
+        "--workers", type=count(_MOST), default=1, metavar="W", help="workers that they are spread over (default: 1)"
+    )
+    steps.add_argument("--steps", type=count(_MOST), default=256, help="steps to measure (default: %(default)s)")
+    steps.add_argument(
+        "--waiting", type=count(_MOST, 0), default=0, metavar="N", help="requests that wait beside those that run"
+    )
+    steps.add_argument(
+        "--cached-blocks", type=count(_MOST, 0), default=0, metavar="N", help="unused blocks in each prefix cache"
+    )
     steps.add_argument("--json", action="store_true", help="print JSON in place of the table")
     bench_fleet.add_arguments(kinds.add_parser("fleet", help="pools of simulated workers in virtual time, of any size"))
     bench_kernels.add_arguments(kinds.add_parser("kernels", help="GPU kernels: compiled, or timed on the GPU here"))
@@ -73,16 +91,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for kind in (offline, serve):
         kind.add_argument("--workload", choices=tuple(WORKLOADS), default="W2", help=f"default: %(default)s. {texts}")
         kind.add_argument("--requests-file", type=Path, metavar="FILE.jsonl", help="requests of your own instead")
-        kind.add_argument("--repeat", type=int, default=1, metavar="N", help="runs after the warm-up (default: 1)")
+        kind.add_argument(
+            "--repeat", type=count(_MOST), default=1, metavar="N", help="runs after the warm-up (default: 1)"
+        )
         kind.add_argument("--json", action="store_true", help="print JSON in place of the table")
     serve.set_defaults(defaults={action.dest: action.default for action in serve._actions})
-
-
-def _counts(text: str) -> list[int]:
-    counts = [int(part) for part in text.split(",")]
-    if min(counts) < 1:
-        raise ValueError(text)
-    return counts
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -131,7 +144,7 @@ def _workload(arguments: argparse.Namespace, vocab_size: int) -> Workload:
         return workloads.make(arguments.workload, vocab_size)
     try:
         return workloads.read(arguments.requests_file)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise CommandError(str(error)) from None
 
 

@@ -9,6 +9,7 @@ import argparse
 import ipaddress
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -19,7 +20,9 @@ ROLES = ("scheduler", "worker", "gateway", "client")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where they go, and for whom they are."""
-    parser.add_argument("folder", type=Path, metavar="DIR", help="made if it is not there; what it has is kept")
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="made if it is not there; what it has is kept while it lasts"
+    )
     parser.add_argument(
         "--name",
         action="append",
@@ -40,28 +43,48 @@ def run(arguments: argparse.Namespace) -> int:
     folder: Path = arguments.folder
     folder.mkdir(parents=True, exist_ok=True)
     made = []
-    if not (folder / "ca.pem").exists():
+    if not _is_good(folder, "ca", []):
         subject = ["-subj", "/CN=Octavo development authority", "-addext", "keyUsage=critical,keyCertSign,cRLSign"]
         days = ["-days", str(10 * arguments.days)]
         _openssl(folder, "req", "-x509", *_new_key("ca"), "-out", "ca.pem", *days, *subject)
         made.append("ca")
     for role in ROLES:
-        if not (folder / f"{role}.pem").exists():
-            _sign(folder, role, arguments.name, arguments.days)
+        if made[:1] == ["ca"] or not _is_good(folder, role, arguments.name):
+            _sign(folder, role, [*arguments.name, *_names_of(folder / f"{role}.pem")], arguments.days)
             made.append(role)
+    kept = [name for name in ("ca", *ROLES) if name not in made]
     for key in folder.glob("*.key"):
         key.chmod(0o600)
     if arguments.json:
-        print(json.dumps({"folder": str(folder), "made": made}))
+        print(json.dumps({"folder": str(folder), "made": made, "kept": kept}))
     else:
-        print(f"{folder}: {', '.join(made) or 'nothing new'}")
+        and_kept = f"; kept as they were: {', '.join(kept)}" if kept else ""
+        print(f"{folder}: {', '.join(made) or 'nothing new'}{and_kept}")
     return 0
+
+
+def _is_good(folder: Path, name: str, names: list[str]) -> bool:
+    """Whether a certificate is there that has not expired and is for all these names."""
+    checks = [["-checkend", "0"], *(["-checkip" if _is_address(each) else "-checkhost", each] for each in names)]
+    answers = [_asked(folder / f"{name}.pem", *check) for check in checks if (folder / f"{name}.pem").exists()]
+    return bool(answers) and all(done.returncode == 0 and "NOT match" not in done.stdout for done in answers)
+
+
+def _names_of(cert: Path) -> list[str]:
+    """Those of a certificate that is to be signed anew: who asked for them needs them still."""
+    return re.findall(r"(?:DNS|IP Address):([^,\s]+)", _asked(cert, "-ext", "subjectAltName").stdout)
+
+
+def _asked(cert: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["openssl", "x509", "-in", str(cert), "-noout", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def _sign(folder: Path, role: str, names: list[str], days: int) -> None:
     """Asks the authority in the folder for the certificate of one role."""
     alternatives = [f"DNS:{role}", "DNS:localhost", "IP:127.0.0.1", "IP:::1", f"URI:spiffe://octavo/{role}"]
-    alternatives += [f"IP:{name}" if _is_address(name) else f"DNS:{name}" for name in names]
+    alternatives += [f"IP:{ipaddress.ip_address(name)}" if _is_address(name) else f"DNS:{name}" for name in names]
+    alternatives = list(dict.fromkeys(alternatives))
     with tempfile.TemporaryDirectory() as other:
         extensions, request = Path(other) / "extensions", Path(other) / "request"
         extensions.write_text(f"subjectAltName={','.join(alternatives)}\nextendedKeyUsage=serverAuth,clientAuth\n")

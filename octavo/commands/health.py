@@ -33,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="full name (default: %(default)s); '' asks whether it is alive",
     )
-    parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="default: %(default)s")
+    parser.add_argument(
+        "--timeout", type=connection.seconds, default=5.0, metavar="SECONDS", help="default: %(default)s"
+    )
     parser.add_argument("--json", action="store_true", help="print an object of address, status and details")
     connection.add_tls_arguments(parser)
 

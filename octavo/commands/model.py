@@ -34,9 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     fetch.add_argument(
         "--load-format",
-        choices=("auto", "safetensors", "gguf", "bin"),
+        choices=("auto", "safetensors", "gguf", "bin", "dummy", "tokenizer"),
         default="auto",
-        help="which of the hub's files: as the worker's option (default: auto)",
+        help="which of the hub's files: as the worker's option, or those of its --tokenizer (default: auto)",
     )
     listing = actions.add_parser("list", help="models that are here, and that are known by name; or that a server has")
     connection.add_optional_address(listing, "list the models that this server has")
@@ -156,7 +156,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _remove(arguments: argparse.Namespace) -> int:
     from octavo.cli import CommandError
-    from octavo.models.hub_cache import hub_name_of, remove
+    from octavo.models.hub_cache import hub_name_of, remove, size_of
 
     entry = _find(arguments)
     assert entry.path is not None
@@ -164,14 +164,20 @@ def _remove(arguments: argparse.Namespace) -> int:
     if name is not None and name.gguf:
         whole = dataclasses.replace(name, gguf="")
         raise CommandError(f"no file is removed by itself: `octavo model rm {whole}` removes all that is here of it")
-    what = f"{arguments.name} ({entry.size_bytes / 1e6:,.0f} MB) in {entry.path}"
+    is_link = entry.path.is_symlink()  # to a folder of somebody's own, which stays
+    size_bytes = 0 if is_link else entry.size_bytes if name is None else size_of(name, arguments.download_dir)
+    size = f"a link to {entry.path.resolve()}" if is_link else f"{size_bytes / 1e6:,.0f} MB"
+    what = f"{arguments.name} ({size}) in {entry.path}"
     if not arguments.yes and not _agreed(f"Remove {what}?"):
         raise CommandError(f"nothing was removed: {arguments.name} stays")
     if name is not None:
         freed = remove(name, arguments.download_dir)
+    elif is_link:
+        entry.path.unlink()
+        freed = 0
     else:
         shutil.rmtree(entry.path)
-        freed = entry.size_bytes
+        freed = size_bytes
     if arguments.json:
         print(json.dumps({"name": arguments.name, "path": str(entry.path), "freed_bytes": freed}))
         return 0
@@ -185,4 +191,8 @@ def _agreed(question: str) -> bool:
 
     if not sys.stdin.isatty():
         raise OptionError("nobody can be asked here: --yes removes without asking")
-    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:  # Ctrl-D
+        print(file=sys.stderr)
+        return False

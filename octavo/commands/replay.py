@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,11 +62,14 @@ def _fetch(arguments: argparse.Namespace, path: Path) -> int:
         names = {shard: path.with_name(f"{path.name.removesuffix(SUFFIX)}-{shard}{SUFFIX}") for shard in files}
     _refuse_to_replace(names.values())
     written = []
-    for shard, data in files.items():
-        name = names[shard]
-        with name.open("xb") as file:
-            file.write(data)
-        written.append({"file": str(name), "shard": shard, "bytes": len(data)})
+    with ExitStack() as unless_all:  # half of a record would keep the next attempt from its name
+        for shard, data in files.items():
+            name = names[shard]
+            with name.open("xb") as file:
+                unless_all.callback(name.unlink)
+                file.write(data)
+            written.append({"file": str(name), "shard": shard, "bytes": len(data)})
+        unless_all.pop_all()
     if arguments.json:
         print(json.dumps(written))
     else:

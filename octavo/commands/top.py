@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from octavo.commands.flags import connection
+from octavo.commands.flags.numbers import count
 
 if TYPE_CHECKING:
     import grpc
@@ -26,19 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interval", type=connection.seconds, default=1.0, metavar="SECONDS", help="default: %(default)s"
     )
-    parser.add_argument("--requests", type=_count, default=10, metavar="N", help="the oldest ones (default: 10)")
+    parser.add_argument(
+        "--requests", type=count(1000, 0), default=10, metavar="N", help="the oldest ones (default: 10)"
+    )
     parser.add_argument("--once", action="store_true", help="look once, and end")
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each look")
     connection.add_address(parser)
     connection.add_key_arguments(parser)
     connection.add_tls_arguments(parser)
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= 1000:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1000")
-    return value
 
 
 def run(arguments: argparse.Namespace) -> int:

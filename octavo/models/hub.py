@@ -2,7 +2,7 @@
 progress bar on a terminal. HF_TOKEN or a login, HF_ENDPOINT and HF_HUB_OFFLINE mean what they mean to that library.
 
 Of a repository's files only those are taken that the model is loaded from, and pickles only with `--load-format bin`.
-The library compares sizes of what it downloads; the sums of large files are compared here, once, when they have come.
+The library compares sizes of what it downloads; the sums of large files are compared here, once, when all have come.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ def fetch_from_hub(
             raise SourceUnavailable(f"{_endpoint()} answers with {info.sha} for {name}")
         files = wanted_files([each.rfilename for each in info.siblings or []], name, load_format)
         folder = cache_folder(download_dir)
-        blobs = folder / f"models--{name.repo.replace('/', '--')}" / "blobs"
-        before = {path.name for path in blobs.glob("*")}
+        before = _files_of(find(name, load_format, download_dir))
         report(f"Fetching {name.repo} at {(info.sha or '')[:12]} from the Hugging Face hub")
 
         def download(revision: str | None, part: list[str]) -> Path:
@@ -78,21 +77,29 @@ def fetch_from_hub(
         if first := before_the_weights(files):
             revision = download(revision, first).name  # the commit: the rest is to be of the same
         snapshot = download(revision, files)
-    for file in files:
-        _check_sum(snapshot / file, before)
+    if damaged := [file for file in files if not _has_its_sum(snapshot / file, before)]:
+        raise FetchError(f"{', '.join(damaged)}: the sha256 sum is not what the hub says")
     return snapshot / files[0] if files[0].endswith(".gguf") else snapshot
 
 
-def _check_sum(path: Path, before: set[str]) -> None:
-    """Raises FetchError for a large file that came with another sum than the hub says, and leaves nothing of it."""
+def _files_of(model: Path | None) -> set[Path]:
+    """Where the files of a model lie that is here whole: of one that is not, no sum has been looked at."""
+    if model is None:
+        return set()
+    return {path.resolve() for path in (model.rglob("*") if model.is_dir() else [model])}
+
+
+def _has_its_sum(path: Path, before: set[Path]) -> bool:
+    """Whether a large file that was not here before has the sum that the hub says; leaves nothing of another."""
     blob = path.resolve()
-    if blob.name in before or not _SHA256.fullmatch(blob.name):
-        return
+    if blob in before or not _SHA256.fullmatch(blob.name):
+        return True
     with blob.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != blob.name:
-            blob.unlink()
-            path.unlink(missing_ok=True)
-            raise FetchError(f"{path.name}: the sha256 sum is not what the hub says")
+        if hashlib.file_digest(file, "sha256").hexdigest() == blob.name:
+            return True
+    blob.unlink()
+    path.unlink(missing_ok=True)
+    return False
 
 
 @contextmanager

@@ -14,10 +14,14 @@ import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from octavo.models.errors import FetchError
 from octavo.models.known_models import KNOWN_MODELS
 from octavo.shared.command_line import did_you_mean
+
+if TYPE_CHECKING:
+    from huggingface_hub import DeleteCacheStrategy
 
 TOKENIZER = "tokenizer"  # in place of a load format: no weights are wanted
 ADAPTER = "adapter"  # likewise: a low-rank adapter in PEFT's form
@@ -218,6 +222,17 @@ def list_repos(download_dir: str | Path | None = None) -> list[CachedRepo]:
 
 def remove(name: HubName, download_dir: str | Path | None = None) -> int:
     """Takes a model out of the cache, or the one revision that is named; bytes freed. Raises FetchError."""
+    deletion = _deletion(name, download_dir)
+    deletion.execute()
+    return deletion.expected_freed_size
+
+
+def size_of(name: HubName, download_dir: str | Path | None = None) -> int:
+    """Bytes that `remove` would free. Raises FetchError."""
+    return _deletion(name, download_dir).expected_freed_size
+
+
+def _deletion(name: HubName, download_dir: str | Path | None) -> DeleteCacheStrategy:
     from huggingface_hub import scan_cache_dir
 
     found = next((each for each in list_repos(download_dir) if each.repo == name.repo), None)
@@ -228,6 +243,4 @@ def remove(name: HubName, download_dir: str | Path | None = None) -> int:
     ]
     if not commits:
         raise FetchError(f"{replace(name, gguf='')} is not in {cache_folder(download_dir)}")
-    deletion = scan_cache_dir(cache_folder(download_dir)).delete_revisions(*commits)
-    deletion.execute()
-    return deletion.expected_freed_size
+    return scan_cache_dir(cache_folder(download_dir)).delete_revisions(*commits)

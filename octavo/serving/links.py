@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.serving.plan import PlanError
+from octavo.shared.signals import terminating
 
 if TYPE_CHECKING:
     from scheduler_svc.config import SchedulerConfig
@@ -31,19 +32,20 @@ NOT_FOR_SERVE = ("tls_client_name", "worker_tls_ca_file", "worker_tls_name")
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """For this user alone, and gone at the end, also when SIGTERM comes before whoever is to hear it."""
+    """For this user alone, and gone at the end, also when SIGTERM or SIGHUP comes before whoever is to hear it."""
     folder = Path(tempfile.mkdtemp(prefix="octavo-serve-"))
 
     def end(number: int, _: object) -> None:
         shutil.rmtree(folder, ignore_errors=True)
-        signal.signal(number, before)
+        signal.signal(number, before[number])
         signal.raise_signal(number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = {int(number): signal.signal(number, end) for number in terminating()}
     try:
         yield folder
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         shutil.rmtree(folder, ignore_errors=True)
 
 

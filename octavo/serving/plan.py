@@ -74,6 +74,7 @@ def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -
     port = scheduler.port or free_port()
     check_port_is_free(scheduler.host, port)
     taken = [port, serve.http_port, scheduler.metrics_port, scheduler.control_port]
+    _check_ports_differ(dict(zip(("port", "http_port", "metrics_port", "control_port"), taken, strict=True)))
     ports = free_ports(serve.workers, besides=taken)
     num_ranks = worker.num_ranks
     threads = worker.num_threads
@@ -98,6 +99,14 @@ def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -
         )
         children.append(_child(name, "worker", config, worker_environment(threads), essential=False))
     return address, children
+
+
+def _check_ports_differ(ports: dict[str, int | None]) -> None:
+    """Raises PlanError for two services on one port, before a model is loaded for the second."""
+    first: dict[int, str] = {}
+    for name, port in ports.items():
+        if port and first.setdefault(port, name) != name:
+            raise PlanError(f"{first[port]} and {name} are both {port}: each needs a port of its own")
 
 
 def _gateway(serve: ServeConfig, address: str, scheduler: SchedulerConfig) -> Child:

@@ -13,6 +13,13 @@ from types import FrameType
 from typing import Any
 
 
+def terminating() -> list[signal.Signals]:
+    """Those that end a service in order: SIGTERM, and SIGHUP, by which the end of a terminal would end it as SIGKILL
+    does; not where that is ignored, as under nohup."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGTERM] if is_ignored else [signal.SIGTERM, signal.SIGHUP]
+
+
 def on_signal(number: int, callback: Callable[..., object], *arguments: Any) -> None:
     """`callback` is called on the running event loop, at each signal until the loop is closed. For the main thread."""
     loop = asyncio.get_running_loop()

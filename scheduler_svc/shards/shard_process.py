@@ -21,6 +21,7 @@ from octavo.shared import log as logging
 from octavo.shared.command_line import Parser
 from octavo.shared.options import add_arguments, from_namespace
 from octavo.shared.rpc import WORKER_SERVER_OPTIONS
+from octavo.shared.signals import terminating
 from protos import frontend_pb2_grpc, shards_pb2_grpc
 from scheduler_svc.api import control_service
 from scheduler_svc.api.control_service import ControlService
@@ -51,7 +52,7 @@ def main() -> int:
     config = from_namespace(SchedulerConfig, arguments)
     logging.configure(config.log_level)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the parent, which ends its shards in order
+    for number in (signal.SIGINT, *terminating()):  # meant for the parent, which ends its shards in order
         signal.signal(number, signal.SIG_IGN)
     asyncio.run(serve(arguments.socket, arguments.index, share_of(config)))
     return 0

@@ -99,6 +99,7 @@ def test_a_conversation_is_saved_and_gone_on_with(
     file = tmp_path / "said.json"
     chat.type("one", f"/save {file}", "/clear", "/system other", "two", f"/load {file}")
     assert [each["role"] for each in json.loads(file.read_text())] == ["system", "user", "assistant"]
+    assert file.stat().st_mode & 0o077 == 0, "what people ask is theirs"
     assert chat.type("three") == [["s", "one", ANSWER, "three"]]
     capsys.readouterr()
 

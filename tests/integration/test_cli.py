@@ -95,6 +95,19 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         ["bench", "serve", "--address", "127.0.0.1:500510"],
         ["model", "rm", "smollm2-135m-instruct", "--ye"],
         ["top", "--interval", "-1"],
+        ["top", "--requests", "abc"],
+        ["health", "--timeout", "nan"],
+        ["health", "http://127.0.0.1:1", "--timeout", "-1"],
+        ["bench", "steps", "--steps", "0"],
+        ["bench", "steps", "--workers", "0"],
+        ["bench", "steps", "--sequences", "x"],
+        ["bench", "serve", "--simulated-worker", "--seconds", "0"],
+        ["bench", "serve", "--simulated-worker", "--frontends", "0"],
+        ["bench", "serve", "--repeat", "0"],
+        ["bench", "serve", "--out", "/nowhere/at/all/x.json"],
+        ["bench", "serve", "--out", "/tmp"],
+        ["bench", "serve", "--url", "http://127.0.0.1:1/v1", "--address", "127.0.0.1:2"],
+        ["bench", "kernels", "--jobs", "x"],
     ],
     ids=" ".join,
 )
@@ -106,6 +119,7 @@ def test_bad_usage_is_one_line_and_exit_code_2(arguments: list[str], capsys: pyt
     shown = capsys.readouterr()
     assert code == 2
     assert len(shown.err.splitlines()) == 1 and shown.out == ""
+    assert "invalid _" not in shown.err, "the name of a function says nothing"
 
 
 @pytest.mark.parametrize("name", ["serve", "scheduler", "worker"])
@@ -604,11 +618,54 @@ def test_a_fetched_flight_record_replaces_none_of_any_shard(
     assert (first.read_bytes(), second.read_bytes()) == (b"ab", b"c")
 
 
+def test_a_flight_record_that_cannot_be_written_leaves_its_names_free(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.control.flight_record = [(0, b"a"), (1, b"c")]
+    open_file = Path.open
+
+    def full(path: Path, *arguments: Any, **options: Any) -> Any:
+        file = open_file(path, *arguments, **options)
+        return open("/dev/full", "wb", buffering=0) if path.name == "record-1.jsonl.gz" else file
+
+    monkeypatch.setattr(Path, "open", full)
+    assert main(["replay", str(tmp_path / "record.jsonl.gz"), "--address", server.address]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_part_that_is_not_installed_is_one_line() -> None:
     code = "import sys; sys.modules['torch'] = None; from octavo.cli import main; sys.exit(main(['worker']))"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 1
     assert ended.stderr == "octavo worker: error: torch is missing; pip install 'octavo[all]' brings it\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "package", "part"),
+    [
+        (["serve"], "scheduler_svc", "scheduler"),
+        (["worker"], "worker_svc", "worker"),
+        (["gateway"], "gateway_svc", "gateway"),
+        (["model", "calibrate", "tiny", "--text", "x"], "scheduler_svc", "scheduler"),
+    ],
+)
+def test_a_part_that_an_image_does_not_have_is_one_line_with_the_image_that_has_it(
+    command: list[str], package: str, part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
+        monkeypatch.delitem(sys.modules, name)
+
+    class Absent:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> None:
+            if name == package:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(sys, "meta_path", [Absent, *sys.meta_path])
+    assert main(command) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and f"there is no {part} here: the image octavo-{part} has it" in said[0]
 
 
 def test_serve_takes_options_that_both_services_have() -> None:

@@ -15,7 +15,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from octavo.models.errors import FetchError
 from octavo.models.fetch import available
-from octavo.models.hub_cache import HubName, find, wanted_files
+from octavo.models.hub_cache import HubName, find, size_of, wanted_files
 from tests.adapters import make_adapter
 from tests.fake_hub import TOKEN, FakeHub
 from tests.forkserver import ForkedCommand
@@ -96,7 +96,9 @@ def test_a_model_is_fetched_by_its_name_found_offline_listed_and_removed(
     assert f"revision    {second}  main" in shown and f"revision    {first}\n" in shown
 
     assert octavo("model", "rm", REPO).returncode == 2, "nobody is there to ask"
-    assert octavo("model", "rm", f"{REPO}@{first}", "--yes").returncode == 0
+    of_one = size_of(HubName(REPO, first), tmp_path / "hf" / "hub")
+    removed = json.loads(octavo("model", "rm", f"{REPO}@{first}", "--yes", "--json").stdout)
+    assert 0 < removed["freed_bytes"] == of_one < sum(len(data) for data in files.values())
     assert [path.name for path in folder.parent.iterdir()] == [second]
     removed = json.loads(octavo("model", "rm", "--yes", "--json", REPO).stdout)
     assert removed["name"] == REPO and removed["freed_bytes"] > 0
@@ -216,6 +218,23 @@ def test_a_damaged_file_is_not_kept(hub: FakeHub, octavo: Command, files: dict[s
     assert "is not in the cache" in reason(octavo("model", "fetch", REPO, HF_HUB_OFFLINE="1"))
     hub.damaged.clear()
     assert (fetched(octavo("model", "fetch", REPO)) / "model.safetensors").read_bytes() == files["model.safetensors"]
+
+
+def test_damaged_files_are_not_kept_though_one_came_in_a_fetch_that_broke_off(
+    hub: FakeHub, octavo: Command, files: dict[str, bytes]
+) -> None:
+    one, two = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    index = json.dumps({"weight_map": {"a": one, "b": two}}).encode()
+    rest = {name: data for name, data in files.items() if name != "model.safetensors"}
+    hub.add(REPO, {**rest, one: b"one", two: b"two", "model.safetensors.index.json": index})
+    hub.damaged |= {one, two}
+    hub.unavailable.add(two)
+    assert "status 503" in reason(octavo("model", "fetch", REPO))
+    hub.unavailable.clear()
+    assert reason(octavo("model", "fetch", REPO)).endswith(f"{one}, {two}: the sha256 sum is not what the hub says")
+    hub.damaged.clear()
+    folder = fetched(octavo("model", "fetch", REPO))
+    assert ((folder / one).read_bytes(), (folder / two).read_bytes()) == (b"one", b"two")
 
 
 def test_a_model_that_is_not_here_and_no_hub(octavo: Command) -> None:

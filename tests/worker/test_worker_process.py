@@ -502,7 +502,7 @@ def measure_for_ever(arguments: list[str], begun: Connection) -> None:
     forkserver.run("octavo.cli", arguments)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_process_that_measures_its_first_steps_ends_promptly(config: WorkerConfig, number: signal.Signals) -> None:
     forkserver.start()
     reader, writer = forkserver.CONTEXT.Pipe(duplex=False)

@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
         rows = [_measure(arguments, size) for size in arguments.workers]
         if arguments.picture:
             picture.write(arguments.picture, sizes_of_pool(rows))
-    except (ValueError, OSError, NeverEnds) as error:
+    except (ValueError, NeverEnds) as error:
         raise CommandError(str(error)) from None
     print(json.dumps([row.as_dict() for row in rows], indent=1) if arguments.json else table(rows))
     return 0

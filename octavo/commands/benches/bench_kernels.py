@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 
+from octavo.commands.flags.numbers import count
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of compiling and of measuring; `run` refuses those of the one with the other."""
@@ -21,17 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--target", metavar="SM[,SM...]", help="architectures to compile for, such as sm_80,sm_90 (default: all)"
     )
     parser.add_argument("--op", metavar="NAME", help="one operation, a module of `kernels.gpu` (default: all of them)")
-    parser.add_argument("--jobs", type=_count, metavar="N", help="processes that compile (default: one a core)")
+    parser.add_argument("--jobs", type=count(1024), metavar="N", help="processes that compile (default: one a core)")
     parser.add_argument(
         "--loops", action="store_true", help="with --compile-only: what each loop over products consists of"
     )
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
-
-
-def _count(text: str) -> int:
-    if (count := int(text)) < 1:
-        raise ValueError(text)
-    return count
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import asyncio
 import datetime
 import json
 import math
+import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.bench.load import lengths
 from octavo.commands.flags import connection
+from octavo.commands.flags.numbers import count, number, numbers
 from octavo.shared.options import OptionError
 
 if TYPE_CHECKING:
@@ -25,42 +27,55 @@ if TYPE_CHECKING:
 DEFAULT_SEED = 20240
 DEFAULT_COUNT = 100  # of random lengths
 HTTP_VOCAB_SIZE = 32_000  # of numbers that words are made of
+MOST = 10**9  # of requests and tokens
 WORSE = 3  # exit code of `compare`: a figure is worse by more than the threshold
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags beside those of every bench: when, what, where, and what to show."""
     when = parser.add_argument_group("when requests are sent (default: a closed loop)")
-    when.add_argument("--rate", type=_rates, metavar="R[,R...]",
+    when.add_argument("--rate", type=numbers, metavar="R[,R...]",
                       help="open loop: requests a second; each rate is measured")  # fmt: skip
-    when.add_argument("--burstiness", type=_positive, default=1.0, metavar="X",
+    when.add_argument("--burstiness", type=number(above=0, or_inf=True), default=1.0, metavar="X",
                       help="shape of the gamma distributed gaps: 1 is Poisson, less comes in bursts, `inf` evenly "
                       "(default: 1)")  # fmt: skip
-    when.add_argument("--ramp-to", type=_positive, metavar="R", help="the rate changes evenly from --rate to this")
-    when.add_argument("--speedup", type=_positive, metavar="X", help="a trace goes so many times as fast")
-    when.add_argument("--warm-up", type=_count, default=0, metavar="N",
+    when.add_argument(
+        "--ramp-to", type=number(above=0), metavar="R", help="the rate changes evenly from --rate to this"
+    )
+    when.add_argument("--speedup", type=number(above=0), metavar="X", help="a trace goes so many times as fast")
+    when.add_argument("--warm-up", type=count(MOST, 0), default=0, metavar="N",
                       help="the first N requests are sent and left out of all figures (default: 0)")  # fmt: skip
-    when.add_argument("--timeout-s", type=_positive, default=600.0, metavar="S", help="for a request (default: 600)")
+    when.add_argument(
+        "--timeout-s",
+        type=number(above=0, or_inf=True),
+        default=600.0,
+        metavar="S",
+        help="for a request (default: 600)",
+    )
     what = parser.add_argument_group("what is sent (default: --workload)")
     what.add_argument("--prompt-tokens", type=_lengths, metavar="LENGTHS",
                       help=f"random prompts: {lengths.FORMS}")  # fmt: skip
     what.add_argument("--output-tokens", type=_lengths, metavar="LENGTHS", help="of the answers (default: 64)")
-    what.add_argument("--shared-tokens", type=_count, default=0, metavar="N", help="in front of each random prompt")
+    what.add_argument(
+        "--shared-tokens", type=count(MOST, 0), default=0, metavar="N", help="in front of each random prompt"
+    )
     what.add_argument("--sharegpt", type=Path, metavar="FILE.json", help="first turns of ShareGPT's conversations")
     what.add_argument("--trace", type=Path, metavar="FILE",
                       help="times and lengths: JSON lines as Mooncake's, CSV as Azure's")  # fmt: skip
-    what.add_argument("--requests", type=_count, metavar="N", help="how many (default: all there are; random: 100)")
+    what.add_argument(
+        "--requests", type=count(MOST), metavar="N", help="how many (default: all there are; random: 100)"
+    )
     what.add_argument("--seed", type=int, default=DEFAULT_SEED, help="of all that is drawn (default: %(default)s)")
     what.add_argument("--keep-eos", action="store_true", help="answers may end before their length")
     where = parser.add_argument_group("any server of OpenAI's API, in place of --address")
     where.add_argument("--url", metavar="URL", help="base with its version: http://127.0.0.1:8000/v1")
     where.add_argument("--chat", action="store_true", help="chat completions (default: completions)")
     where.add_argument("--model", default="", help="as the server names it")
-    where.add_argument("--vocab-size", type=_count, metavar="N",
+    where.add_argument("--vocab-size", type=count(MOST, 2), metavar="N",
                        help="completions get token ids below N (default: text of about as many words)")  # fmt: skip
     shown = parser.add_argument_group("output")
-    shown.add_argument("--slo-ttft-ms", type=_positive, metavar="MS", help="goodput: first token within")
-    shown.add_argument("--slo-tpot-ms", type=_positive, metavar="MS", help="goodput: a token after it within")
+    shown.add_argument("--slo-ttft-ms", type=number(above=0), metavar="MS", help="goodput: first token within")
+    shown.add_argument("--slo-tpot-ms", type=number(above=0), metavar="MS", help="goodput: a token after it within")
     shown.add_argument("--out", type=Path, metavar="FILE.json", help="keep everything, each request too")
     shown.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw latency against load, and timelines")
 
@@ -69,7 +84,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Of `octavo bench compare`."""
     parser.add_argument("a", type=Path, metavar="A.json", help="what `bench serve --out` wrote")
     parser.add_argument("b", type=Path, metavar="B.json", help="likewise, later")
-    parser.add_argument("--threshold", type=_positive, metavar="PERCENT",
+    parser.add_argument("--threshold", type=number(above=0), metavar="PERCENT",
                         help=f"exit code {WORSE} where a median of B is worse by more")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
 
@@ -82,13 +97,11 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     if arguments.pictures:
         _need("matplotlib", "pictures", "--pictures")  # before minutes of load, not after
+        arguments.pictures.mkdir(parents=True, exist_ok=True)
     if arguments.url:
         _need("aiohttp", "load", "--url")
     try:
         found, rows = asyncio.run(_measure(arguments))
-        if arguments.out:
-            arguments.out.write_text(json.dumps(found) + "\n", encoding="utf-8")
-        drawn = pictures.write(arguments.pictures, found) if arguments.pictures else []
     except ValueError as error:
         raise CommandError(str(error)) from None
     if arguments.json:
@@ -96,6 +109,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({**found, "runs": runs}, indent=1))
     else:
         print(result.table(rows))
+    if arguments.out:  # behind what has been printed: a disk may be full
+        arguments.out.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    drawn = pictures.write(arguments.pictures, found) if arguments.pictures else []
     for line in [warning for row in rows for warning in row.warnings] + [f"wrote {path}" for path in drawn]:
         print(line, file=sys.stderr)
     return 1 if any(row.failed == row.requests for row in rows) else 0
@@ -120,7 +136,11 @@ def run_compare(arguments: argparse.Namespace) -> int:
         a, b = result.read(arguments.a), result.read(arguments.b)
     except ValueError as error:
         raise CommandError(str(error)) from None
-    ratios, notes = compare.compare(a, b), compare.differences(a, b)
+    try:
+        ratios, notes = compare.compare(a, b), compare.differences(a, b)
+    except (AttributeError, KeyError, TypeError):
+        written = "is not what `octavo bench serve --out` writes"
+        raise CommandError(f"one of {arguments.a} and {arguments.b} {written}") from None
     if not ratios:
         raise CommandError("the two have no load in common")
     threshold = arguments.threshold
@@ -160,8 +180,20 @@ def _check(arguments: argparse.Namespace) -> None:
         raise OptionError("--tls and its files go with a --url of https://")
     if arguments.url is None and (arguments.chat or arguments.vocab_size):
         raise OptionError("--chat and --vocab-size go with --url")
-    if arguments.requests == 0:
-        raise OptionError("--requests is 1 or more")
+    if arguments.url and (arguments.address != connection.DEFAULT_ADDRESS or arguments.retry_window is not None):
+        raise OptionError("--address and --retry-window do not go with --url")
+    if arguments.out:
+        _check_file(arguments.out)
+
+
+def _check_file(path: Path) -> None:
+    """Raises OptionError where it cannot be written: before minutes of load, not after."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise OptionError(
+            f"--out: {path} {'is a folder' if path.is_dir() else 'is to be in a folder that is not there'}"
+        )
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise OptionError(f"--out: {path} may not be written")
 
 
 async def _measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[Any]]:
@@ -227,7 +259,7 @@ def _target(arguments: argparse.Namespace) -> GrpcTarget | HttpTarget:
             plaintext_key=arguments.plaintext_key,
             credentials=connection.credentials(arguments),
             ignore_eos=not arguments.keep_eos,
-            retry_window_s=arguments.retry_window or 0.0,
+            retry_window_s=connection.retry_window(arguments) or 0.0,
         )
     from octavo.bench.load.http_target import HttpTarget
 
@@ -318,29 +350,6 @@ def _described(arguments: argparse.Namespace) -> dict[str, Any]:
 def _lengths_as_dict(value: Lengths) -> dict[str, Any]:
     """For JSON."""
     return {"low": value.low, "high": value.high, "median": value.median, "sigma": value.sigma}
-
-
-def _rates(text: str) -> list[float]:
-    rates = [_positive(part) for part in text.split(",")]
-    if math.inf in rates:
-        raise argparse.ArgumentTypeError("a rate is a number of requests a second")
-    return rates
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
-    return value
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
-    return int(text)
 
 
 def _lengths(text: str) -> Lengths:

@@ -6,9 +6,10 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from octavo.commands.flags.tls_failures import tls_failure
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
     from octavo.client import Client
     from octavo.retrying import RetryPolicy, Waiting
+
+T = TypeVar("T")
 
 RETRY_WINDOW = "OCTAVO_RETRY_WINDOW"
 API_KEY = "OCTAVO_API_KEY"
@@ -93,15 +96,20 @@ def retry_policy(arguments: argparse.Namespace) -> RetryPolicy:
     """A server that is not there at first is reported at once, unless how long to wait was said. Raises OptionError."""
     from octavo.retrying import RetryPolicy
 
-    window_s = arguments.retry_window
-    if window_s is None and (told := os.environ.get(RETRY_WINDOW)):
-        try:
-            window_s = seconds(told)
-        except argparse.ArgumentTypeError as error:
-            raise OptionError(f"{RETRY_WINDOW}: {error}") from None
-    if window_s is None:
+    if (window_s := retry_window(arguments)) is None:
         return RetryPolicy(window_before_admission_s=0.0, on_wait=_tell)
     return RetryPolicy(window_s=window_s, on_wait=_tell)
+
+
+def retry_window(arguments: argparse.Namespace) -> float | None:
+    """Seconds, of the command line, else of the environment; None: nobody has said. Raises OptionError."""
+    window_s: float | None = arguments.retry_window
+    if window_s is None and (told := os.environ.get(RETRY_WINDOW)):
+        try:
+            return seconds(told)
+        except argparse.ArgumentTypeError as error:
+            raise OptionError(f"{RETRY_WINDOW}: {error}") from None
+    return window_s
 
 
 def _tell(waiting: Waiting) -> None:
@@ -165,35 +173,29 @@ def add_tls_arguments(group: argparse._ActionsContainer) -> None:
 
 
 def credentials(arguments: argparse.Namespace) -> grpc.ChannelCredentials | None:
-    """None: without TLS."""
+    """None: without TLS. Raises OptionError."""
     if not uses_tls(arguments):
         return None
-    files = (arguments.tls_ca_file, arguments.tls_client_cert_file, arguments.tls_client_key_file)
-    from octavo.cli import CommandError
-    from octavo.client import channel_credentials
+    from octavo.shared.access.tls import client_credentials
 
-    try:
-        return channel_credentials(*files)
-    except OSError as error:
-        raise CommandError(f"{error.filename}: {error.strerror}") from None
+    return _of_files(client_credentials, arguments)
 
 
 def ssl_context(arguments: argparse.Namespace) -> ssl.SSLContext:
-    """The same for https. Raises OSError for files that cannot be read, or are no certificates."""
-    import ssl
+    """The same for https. Raises OptionError."""
+    from octavo.shared.access.tls import client_context
 
-    ca_file, cert_file, key_file = files = (
-        arguments.tls_ca_file,
-        arguments.tls_client_cert_file,
-        arguments.tls_client_key_file,
-    )
-    for file in filter(None, files):
-        with open(file, "rb"):  # which names the file that is not there
-            pass
-    context = ssl.create_default_context(cafile=ca_file)
-    if cert_file:
-        context.load_cert_chain(cert_file, key_file)
-    return context
+    return _of_files(client_context, arguments)
+
+
+def _of_files(make: Callable[..., T], arguments: argparse.Namespace) -> T:
+    from octavo.shared.access.tls import TlsError
+
+    files = (arguments.tls_ca_file, arguments.tls_client_cert_file, arguments.tls_client_key_file)
+    try:
+        return make(*(Path(file) if file else None for file in files))
+    except TlsError as error:
+        raise OptionError(f"TLS: {error}") from None
 
 
 @contextmanager

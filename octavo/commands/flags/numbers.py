@@ -28,15 +28,17 @@ def counts(most: int) -> Callable[[str], list[int]]:
     return lambda text: [read(part) for part in text.split(",")]
 
 
-def number(least: float = -math.inf, most: float = math.inf, above: float = -math.inf) -> Callable[[str], float]:
-    """The same for any number."""
+def number(
+    least: float = -math.inf, most: float = math.inf, above: float = -math.inf, *, or_inf: bool = False
+) -> Callable[[str], float]:
+    """The same for any number; `or_inf`: `inf` is one."""
 
     def read(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not (math.isfinite(value) and least <= value <= most and value > above):
+        if not ((math.isfinite(value) or (or_inf and value == math.inf)) and least <= value <= most and value > above):
             raise argparse.ArgumentTypeError(f"{text!r} is no number that is accepted here")
         return value
 

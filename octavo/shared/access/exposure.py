@@ -17,7 +17,7 @@ def check_exposure(host: str, *, is_locked: bool, insecure: bool, locks: str) ->
         return
     if not insecure:
         raise OptionError(
-            f"host is {host}, where others reach this service and could use it: {locks} lock it; --insecure lets "
-            "everybody in, for a network whose every member is trusted"
+            f"host is {host}, where others reach this service and could use it: lock it with {locks}; --insecure "
+            "lets everybody in, for a network whose every member is trusted"
         )
     log.warning("everybody who reaches this port may use it", host=host, locks=locks)

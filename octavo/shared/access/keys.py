@@ -31,6 +31,7 @@ import yaml
 
 from octavo.shared.access.tenant_limits import NAME, TenantLimitsError, TenantTable, read_table
 from octavo.shared.watched_files import WatchedFiles
+from octavo.shared.whole_files import replacing
 
 log = structlog.get_logger()
 
@@ -211,22 +212,8 @@ def _check_depth(text: str) -> None:
 def write_sections(path: Path, sections: Mapping[str, Any]) -> None:
     """Replaces the file at once; comments in it are lost. A new one is readable by this user alone; one that was there
     stays whose it was: a server that could not read it would go on with keys that are gone. Raises OSError."""
-    path = path.resolve()  # a link stays one
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            if path.exists():
-                before = path.stat()
-                if (before.st_uid, before.st_gid) != (os.geteuid(), os.getegid()):
-                    os.fchown(file.fileno(), before.st_uid, before.st_gid)
-                os.fchmod(file.fileno(), before.st_mode & 0o777)
-            file.write(yaml.safe_dump(dict(sections), sort_keys=False))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(yaml.safe_dump(dict(sections), sort_keys=False))
 
 
 @contextlib.contextmanager

@@ -99,10 +99,29 @@ def client_credentials(
 ) -> grpc.ChannelCredentials:
     """For a channel that is opened now: authorities to trust (None: the system's), and what this side shows. Raises
     TlsError."""
-    contents = []
-    for path in (ca, key, cert):
-        contents.append(None if path is None else _bytes_of(path))
-    return grpc.ssl_channel_credentials(*contents)
+    trusted, shown_cert, shown_key = _read_for_a_client(ca, cert, key)
+    return grpc.ssl_channel_credentials(trusted, shown_key, shown_cert)
+
+
+def client_context(ca: Path | None = None, cert: Path | None = None, key: Path | None = None) -> ssl.SSLContext:
+    """The same for what does not use gRPC. Raises TlsError."""
+    _read_for_a_client(ca, cert, key)
+    try:
+        context = ssl.create_default_context(cafile=ca)
+        if cert is not None:
+            context.load_cert_chain(cert, key, password=str)
+    except (ssl.SSLError, OSError) as error:
+        raise TlsError(_why(error, [path for path in (ca, cert, key) if path is not None])) from None
+    return context
+
+
+def _read_for_a_client(*files: Path | None) -> list[bytes | None]:
+    """Authorities, certificate and key. gRPC's C core aborts the process over a certificate or a key without the other,
+    so it must not see half a pair, or the empty file that is there while one is written. Raises TlsError."""
+    _, cert, key = files
+    if (cert is None) != (key is None):
+        raise TlsError(f"{cert or key}: a certificate and its key are needed together")
+    return [None if path is None else _bytes_of(path) for path in files]
 
 
 def check_name(auth_context: Mapping[str, Iterable[bytes]], allowed: Iterable[str]) -> str | None:
@@ -140,9 +159,12 @@ def _read(files: TlsFiles) -> _Read:
 
 def _bytes_of(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         raise TlsError(f"{path}: {error.strerror}") from None
+    if not content:
+        raise TlsError(f"{path} is empty")
+    return content
 
 
 def _context(files: TlsFiles) -> ssl.SSLContext:
@@ -177,8 +199,13 @@ def _try_on_each_other(files: TlsFiles) -> tuple[ssl.SSLContext, dict[str, Any]]
     except ssl.SSLCertVerificationError as error:
         raise TlsError(f"{files.cert}: {error.verify_message}") from None
     except (ssl.SSLError, OSError) as error:
-        reason = getattr(error, "reason", None) or error.strerror or str(error)
-        raise TlsError(f"{', '.join(map(str, files.all))}: {str(reason).replace('_', ' ').lower()}") from None
+        raise TlsError(_why(error, files.all)) from None
+
+
+def _why(error: OSError, files: Iterable[Path]) -> str:
+    """In one line that names the files: OpenSSL's reason, where it has one."""
+    reason = getattr(error, "reason", None) or error.strerror or str(error)
+    return f"{', '.join(map(str, files))}: {str(reason).replace('_', ' ').lower()}"
 
 
 def server_tls(cert: Path | None, key: Path | None, client_ca: Path | None) -> ServerTls | None:

@@ -21,7 +21,7 @@ import structlog
 
 from octavo.shared.processes.child_output import ChildOutput, Screen, environment
 from octavo.shared.processes.child_process import Restarts, start_child
-from octavo.shared.signals import on_signal
+from octavo.shared.signals import on_signal, terminating
 
 log = structlog.get_logger()
 
@@ -84,14 +84,15 @@ class Supervisor:
     async def run(self, when_ready: Callable[[float], None]) -> int:
         """Starts everything, calls `when_ready` with the seconds that took, and returns when all has ended.
 
-        0 after SIGTERM, 130 after SIGINT; when a child's end was the reason: 2 where the child has refused its options,
-        otherwise 1.
+        0 after SIGTERM or SIGHUP, 130 after SIGINT; when a child's end was the reason: 2 where the child has
+        refused its options, otherwise 1.
         """
         started_s = time.monotonic()
         loop = asyncio.get_running_loop()
         self._exit_code = loop.create_future()
-        for number, code in ((signal.SIGINT, INTERRUPTED), (signal.SIGTERM, 0)):
-            on_signal(number, self._on_signal, code)
+        on_signal(signal.SIGINT, self._on_signal, INTERRUPTED)
+        for number in terminating():
+            on_signal(number, self._on_signal, 0, number == signal.SIGHUP)
         keepers = [asyncio.create_task(self._keep(life)) for life in self._lives]
         for keeper in keepers:
             keeper.add_done_callback(self._on_keeper_ended)
@@ -112,8 +113,8 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(*keepers, readiness, return_exceptions=True)
 
-    def _on_signal(self, code: int) -> None:
-        if self._stopping:  # the user insists
+    def _on_signal(self, code: int, is_hangup: bool = False) -> None:
+        if self._stopping and not is_hangup:  # the user insists; shell and kernel both tell of a terminal's end
             for life in self._lives:
                 _send(life, signal.SIGKILL)
         self._end_with(code)

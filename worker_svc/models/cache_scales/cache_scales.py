@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from octavo.shared.cache import cache_dir
+from octavo.shared.whole_files import replacing
 from worker_svc.models.errors import ModelError
 
 LARGEST = 448.0  # that float8_e4m3fn can tell
@@ -78,9 +79,8 @@ class CacheScales:
         """Raises OSError. `facts` say how they were found."""
         content = {"model": model, "model_hash": model_hash, **facts, "key": self.key, "value": self.value}
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.partial")
-        partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
-        partial.replace(path)
+        with replacing(path, mode=0o666) as file:
+            file.write(json.dumps(content) + "\n")
 
     @property
     def is_plain(self) -> bool:
