@@ -260,22 +260,22 @@ class AsyncClient(_Settings):
         answers = await self._everywhere(lambda at: at.control.FlushPrefixCache, pb.FlushPrefixCacheRequest())
         return sum(answer.num_blocks_flushed for answer in answers)
 
-    async def load_adapter(self, name: str, path: str, timeout: float | None = None) -> int:
+    async def load_adapter(self, name: str, path: str, timeout: float | None = None, *, metadata: Metadata = ()) -> int:
         """Loads an adapter from where the workers see it; `generate` may name it as soon as this returns.
 
         Loading again what is there from the same path changes nothing. Returns its generation: what is loaded under a
-        name later is another one.
+        name later is another one. `metadata` are sent beside those of the client.
         """
         request = pb.ControlLoadAdapterRequest(name=name, path=path)
         answers: list[pb.ControlLoadAdapterResponse] = await self._everywhere(
-            lambda at: at.control.LoadAdapter, request, timeout
+            lambda at: at.control.LoadAdapter, request, timeout, metadata
         )
         return answers[0].generation
 
-    async def unload_adapter(self, name: str, timeout: float | None = None) -> None:
+    async def unload_adapter(self, name: str, timeout: float | None = None, *, metadata: Metadata = ()) -> None:
         """Unloads an adapter. New requests may not name it at once; this returns when those before have ended."""
         request = pb.ControlUnloadAdapterRequest(name=name)
-        await self._everywhere(lambda at: at.control.UnloadAdapter, request, timeout)
+        await self._everywhere(lambda at: at.control.UnloadAdapter, request, timeout, metadata)
 
     async def call(self, method: Method, request: Message, *, metadata: Metadata = ()) -> Any:
         """The answer of the first scheduler that is there, in the words of the wire: `stream` for other methods."""
@@ -306,13 +306,14 @@ class AsyncClient(_Settings):
             stream.cancel()
 
     async def _everywhere(
-        self, method: Method, request: Message, timeout: float | None = _UNARY_TIMEOUT_S
+        self, method: Method, request: Message, timeout: float | None = _UNARY_TIMEOUT_S, metadata: Metadata = ()
     ) -> list[Any]:
         """The answers of all schedulers that are there; any that refuses is what this raises, or that none is."""
         answers, failures = [], []
         for server in self._servers.in_turn():
             try:
-                answers.append(await method(server)(request, timeout=timeout, metadata=self._metadata))
+                sent = (*self._metadata, *metadata)
+                answers.append(await method(server)(request, timeout=timeout, metadata=sent))
             except grpc.RpcError as error:
                 failures.append(RequestFailed.from_rpc_error(error))
         if (failure := first_failure(failures, len(self._servers))) is not None:

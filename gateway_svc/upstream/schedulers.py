@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Coroutine, Iterable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
@@ -107,12 +107,12 @@ class Schedulers:
         return list(info.adapters)
 
     async def load_adapter(self, name: str, path: str, metadata: Metadata) -> None:
-        """Into all workers that take adapters. Raises RequestFailed."""
-        await self._call("LoadAdapter", pb.ControlLoadAdapterRequest(name=name, path=path), metadata, of_control=True)
+        """Into all workers that take adapters, of all schedulers. Raises RequestFailed."""
+        await self._to_its_end(self._clients[self._place()].load_adapter(name, path, metadata=metadata))
 
     async def unload_adapter(self, name: str, metadata: Metadata) -> None:
         """Returns when nothing uses it any more. Raises RequestFailed."""
-        await self._call("UnloadAdapter", pb.ControlUnloadAdapterRequest(name=name), metadata, of_control=True)
+        await self._to_its_end(self._clients[self._place()].unload_adapter(name, metadata=metadata))
 
     async def list_models(self, metadata: Metadata) -> pb.ListModelsResponse:
         """Raises RequestFailed, like the next two."""
@@ -161,13 +161,16 @@ class Schedulers:
             await client.close()
 
     async def _call(self, method: str, request: Any, metadata: Metadata, *, of_control: bool = False) -> Any:
-        """To its end, whoever has left: a scheduler cuts a connection on which many calls are given up at once."""
         client = self._clients[self._place()]
 
         def method_of(at: Any) -> Any:
             return getattr(at.control if of_control else at.inference, method)
 
-        asking = asyncio.create_task(client.call(method_of, request, metadata=metadata))
+        return await self._to_its_end(client.call(method_of, request, metadata=metadata))
+
+    async def _to_its_end(self, call: Coroutine[Any, Any, T]) -> T:
+        """Whoever has left: a scheduler cuts a connection on which many calls are given up at once."""
+        asking = asyncio.create_task(call)
         self._asking.add(asking)
         asking.add_done_callback(self._asked)
         return await asyncio.shield(asking)
