@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +92,7 @@ class _Call:
         self._service, self._told, self._path = service, told, path
         self._asked, self._answer, self._metadata = asked, answer, metadata
         self._headers = {REQUEST_ID: asked.id}
+        self._model = asked.requests[0].model
         self._admissions: dict[int, pb.GenerateResponse] = {}  # by prompt, the first of each
         self._all_admitted = asyncio.Event()
 
@@ -99,7 +101,7 @@ class _Call:
         gathered = [Gathered() for _ in self._asked.requests]
 
         async def gather(prompt: int) -> None:
-            async with self._service.schedulers.generate(self._asked.requests[prompt], self._metadata) as messages:
+            async with self._generate(prompt) as messages:
                 async for response in messages:
                     gathered[prompt].take(response)
 
@@ -132,7 +134,7 @@ class _Call:
     async def _follow(self, prompt: int, stream: EventStream) -> None:
         """Writes what comes for one prompt, once all of them have been admitted: refusals have their own status."""
         answer, told = self._answer, self._told
-        async with self._service.schedulers.generate(self._asked.requests[prompt], self._metadata) as messages:
+        async with self._generate(prompt) as messages:
             async for response in messages:
                 if response.HasField("admission"):
                     await self._admitted(prompt, response, stream)
@@ -144,6 +146,9 @@ class _Call:
                         self._service.metrics.begun(told, self._path)
                 if response.HasField("usage"):
                     told.output_tokens += response.usage.completion_tokens
+
+    def _generate(self, prompt: int) -> AbstractAsyncContextManager[AsyncIterator[pb.GenerateResponse]]:
+        return self._service.schedulers.generate(self._asked.requests[prompt], self._metadata, self._model)
 
     async def _admitted(self, prompt: int, response: pb.GenerateResponse, stream: EventStream) -> None:
         if prompt in self._admissions:
@@ -191,6 +196,10 @@ class _Call:
 
     async def _for_each_prompt(self, work: Callable[[int], Coroutine[Any, Any, None]]) -> None:
         """All at once. The first that fails ends the others. Raises HttpError."""
+        try:
+            await self._service.schedulers.prepare(self._asked.requests, self._metadata)
+        except RequestFailed as failure:
+            raise self._error(failure) from None
         try:
             # A task for one prompt, too: what comes passes through few coroutines then (4 % of a token's CPU time).
             async with asyncio.TaskGroup() as group:

@@ -25,7 +25,7 @@ from openai.types import Completion
 
 from octavo.calls import lingering_call
 from octavo.cli import main
-from octavo.retrying import RetryPolicy
+from octavo.retrying import RetryPolicy, Waiting
 from octavo.shared.connections import allow_open_files
 from octavo.shared.few_lines import LINES_PER_S
 from protos import inference_pb2 as pb
@@ -209,6 +209,22 @@ def test_a_scheduler_that_comes_late_is_waited_for(named: dict[str, str]) -> Non
         assert has_tried.wait(15)
         with FakeServer(port):
             assert answer.result(15)[1]["choices"][0]["text"] == text()
+
+
+def test_prompts_of_a_call_wait_together_for_one() -> None:
+    with FakeServer() as there:
+        port = there.port
+    told: list[Waiting] = []
+    policy = RetryPolicy(window_s=15.0, first_delay_s=0.01, on_wait=told.append)
+    with gateway(f"127.0.0.1:{port}", policy) as early, ThreadPoolExecutor(3) as pool:
+        first = pool.submit(early.post, COMPLETIONS, GREEDY)
+        wait_until(lambda: told)
+        many = [pool.submit(early.post, COMPLETIONS, {**GREEDY, "prompt": ["a"] * 50}) for _ in range(2)]
+        with FakeServer(port) as server:
+            assert first.result(15)[0] == 200
+            assert [len(each.result(15)[1]["choices"]) for each in many] == [50, 50]
+            assert len(told) == 1 and len(server.inference.requests) == 101
+            assert all(not request.attempt for request in server.inference.requests if request.prompt == "a")
 
 
 @pytest.mark.parametrize("stream", [False, True])

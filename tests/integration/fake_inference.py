@@ -104,6 +104,7 @@ class FakeInference(pb_grpc.InferenceServicer):
         self.max_model_len = 2048
         self.token_delay_s = 0.0
         self.num_lost_texts = 0  # the next so many calls of Detokenize are lost
+        self.num_listed = 0
         self.cancelled = threading.Event()
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
@@ -170,6 +171,7 @@ class FakeInference(pb_grpc.InferenceServicer):
         return pb.ModelInfo(model="fake", vocab_size=1000, max_model_len=self.max_model_len, has_chat_template=True)
 
     def ListModels(self, request: pb.ListModelsRequest, context: grpc.ServicerContext) -> pb.ListModelsResponse:
+        self.num_listed += 1
         models = [("fake", "aaaa", False), ("fake", "bbbb", True), ("owner/name", "cccc", True)]
         return pb.ListModelsResponse(
             models=[
