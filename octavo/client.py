@@ -20,7 +20,7 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from octavo.calls.addresses import Server, Servers, check_may_send_key, first_failure
+from octavo.calls.addresses import Server, Servers, check_key, check_may_send_key, first_failure
 from octavo.calls.generation import Generation, build_messages, build_request, repeatable
 from octavo.calls.interruptible_stream import InterruptibleStream
 from octavo.calls.lingering_call import LingeringCall
@@ -94,6 +94,7 @@ class _Settings:
         is_encrypted: bool,
     ) -> None:
         if api_key:
+            check_key(api_key)
             check_may_send_key(address, is_encrypted=is_encrypted)
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._retry = retry or RetryPolicy()

@@ -17,7 +17,7 @@ from gateway_svc.answers.answer import Answer
 from gateway_svc.answers.completions import CompletionAnswer
 from gateway_svc.answers.gathered import Gathered
 from gateway_svc.errors import HttpError
-from gateway_svc.http.bodies import ClientGone, read_json
+from gateway_svc.http.bodies import ClientGone, read_json, shutting_down
 from gateway_svc.http.metrics import GatewayMetrics, Told
 from gateway_svc.http.replies import EventStream, send_error, send_parts, while_connected
 from gateway_svc.http.server_trace import ServerTrace, ending
@@ -110,7 +110,7 @@ class _Call:
                 await self._for_each_prompt(gather)
                 await self._learn_prompts([found.prompt_token_ids for found in gathered])
         except asyncio.CancelledError:
-            raise _ending() from None
+            raise shutting_down() from None
         self._service.metrics.begun(self._told, self._path)
         self._told.status = 200
         self._told.output_tokens = sum(found.usage.completion_tokens for found in gathered)
@@ -124,7 +124,7 @@ class _Call:
                 await self._for_each_prompt(lambda prompt: self._follow(prompt, stream))
             last = self._answer.end()
         except (HttpError, asyncio.CancelledError) as failure:
-            error = failure if isinstance(failure, HttpError) else _ending()
+            error = failure if isinstance(failure, HttpError) else shutting_down()
             if not stream.is_begun:
                 raise error from None
             self._told.status = error.status
@@ -215,7 +215,3 @@ class _Call:
             return http_error(failure, self._asked.names)
         log.error("request failed", request_id=self._asked.id, exception=logging.trace(failure))
         return HttpError(500, "the gateway failed over this request; its log says why", type=errors.SERVER)
-
-
-def _ending() -> HttpError:
-    return HttpError(503, "the gateway is shutting down", type=errors.UNAVAILABLE, code="unavailable")

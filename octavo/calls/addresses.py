@@ -36,6 +36,12 @@ def split_addresses(addresses: str | Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def check_key(key: str) -> None:
+    """Raises ValueError, which does not quote it, for a key that no header can have: gRPC would show it in an error."""
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError("api_key: it holds a line's end, or another character that is not printable ASCII")
+
+
 def check_may_send_key(addresses: str | Sequence[str], *, is_encrypted: bool) -> None:
     """Raises ValueError for a key that would go over a network where everybody reads it."""
     for address in split_addresses(addresses):

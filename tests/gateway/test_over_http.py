@@ -23,6 +23,7 @@ from google.rpc import error_details_pb2, status_pb2
 from openai import AsyncOpenAI, OpenAI
 from openai.types import Completion
 
+from gateway_svc.config import GatewayConfig
 from octavo.calls import lingering_call
 from octavo.cli import main
 from octavo.retrying import RetryPolicy, Waiting
@@ -710,6 +711,26 @@ def test_a_request_that_does_not_come_is_not_waited_for(fake: Any, server: FakeS
                     assert more, answer
                 assert answer.startswith(b"HTTP/1.1 200")
                 time.sleep(0.3)
+
+
+def test_one_that_is_not_here_when_the_service_ends_is_told_so(fake: Any, server: FakeServer) -> None:
+    with contextlib.ExitStack() as opened:
+        with gateway(server.address) as running:
+            line = opened.enter_context(running.connect())
+            begin(line)
+        answer = line.makefile("rb").read()
+    assert b"HTTP/1.1 503 " in answer and b"the gateway is shutting down" in answer
+
+
+@pytest.mark.parametrize("name", ["keep_alive", "drain_timeout", "retry_window", "read_timeout"])
+def test_a_time_without_end_is_no_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for value in ("inf", "nan"):
+        with pytest.raises(SystemExit):
+            main(["gateway", f"--{name.replace('_', '-')}", value])
+        assert f"'{value}' is not a number" in capsys.readouterr().err
+        given: Any = {name: float(value)}
+        with pytest.raises(ValueError, match=name):
+            GatewayConfig(**given)
 
 
 def test_one_that_is_begun_behind_another_does_not_end_that(fake: Any, server: FakeServer) -> None:
