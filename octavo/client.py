@@ -169,36 +169,43 @@ class AsyncClient(_Settings):
 
     async def _messages(self, call: _Call, metadata: Metadata) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Over as many attempts as it takes."""
-        while not call.generation.finished:
-            server = self._servers.current
-            stream = self._start(call, server, metadata)
-            self._open.add(stream)
-            try:
-                async for response in stream:
-                    yield call.generation.take(response, time.monotonic_ns())
-                failure = RequestFailed(grpc.StatusCode.UNAVAILABLE, _ENDED_EARLY)
-            except RequestFailed as error:
-                failure = error
-            except grpc.RpcError as error:
-                failure = RequestFailed.from_rpc_error(error)
-            except NotKnown:
-                continue
-            except asyncio.CancelledError:  # which `close` has as its effect, too
-                task = asyncio.current_task()
-                if not self._is_closed or (task is not None and task.cancelling()):
-                    raise
-                failure = RequestFailed(grpc.StatusCode.CANCELLED, "the client was closed")
-            finally:
-                self._open.discard(stream)
-                stream.cancel()
-            if not call.generation.finished:
-                if self._is_closed:
-                    raise failure
-                delay_s = call.pause_after(failure)
-                self._servers.failed(server)
-                await asyncio.sleep(delay_s)
-                if self._is_closed:  # meanwhile
-                    raise failure
+        failure: RequestFailed | None = None
+        try:
+            while not call.generation.finished:
+                server = self._servers.current
+                stream = self._start(call, server, metadata)
+                self._open.add(stream)
+                try:
+                    async for response in stream:
+                        yield call.generation.take(response, time.monotonic_ns())
+                    failure = RequestFailed(grpc.StatusCode.UNAVAILABLE, _ENDED_EARLY)
+                except RequestFailed as error:
+                    failure = error.with_traceback(None)  # which would hold this generator
+                except grpc.RpcError as error:
+                    failure = RequestFailed.from_rpc_error(error.with_traceback(None))
+                except NotKnown:
+                    continue
+                except asyncio.CancelledError:  # which `close` has as its effect, too
+                    task = asyncio.current_task()
+                    if not self._is_closed or (task is not None and task.cancelling()):
+                        raise
+                    failure = RequestFailed(grpc.StatusCode.CANCELLED, "the client was closed")
+                finally:
+                    self._open.discard(stream)
+                    stream.cancel()
+                if not call.generation.finished:
+                    if self._is_closed:
+                        raise failure
+                    try:
+                        delay_s = call.pause_after(failure)
+                    except RequestFailed as error:
+                        raise error.with_traceback(None) from None  # likewise
+                    self._servers.failed(server)
+                    await asyncio.sleep(delay_s)
+                    if self._is_closed:  # meanwhile
+                        raise failure
+        finally:
+            del call, failure  # which what is raised would hold by this frame, and be held by
 
     def _start(self, call: _Call, server: Server, metadata: Metadata) -> Any:
         """The messages of one attempt, over a call that others share where that can be."""

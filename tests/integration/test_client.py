@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import shutil
 import subprocess
 import time
@@ -438,6 +439,29 @@ async def test_nobody_who_asks_in_the_instant_of_a_stop_is_failed(method: str) -
             await asyncio.to_thread(first.stop)
             first_runs = False
             await asyncio.gather(*asking)
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.INVALID_ARGUMENT, LOST])
+@pytest.mark.parametrize("share_calls", [False, True])
+async def test_a_call_that_has_failed_is_held_by_nothing(
+    server: FakeServer, code: grpc.StatusCode, share_calls: bool
+) -> None:
+    """Its request may be large, and the collector late."""
+    server.inference.refusal = (code, "no", ())
+    retry = RetryPolicy(window_s=0.0)
+    async with AsyncClient(server.address, retry=retry, share_calls=share_calls) as client:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(2):
+                with pytest.raises(RequestFailed):
+                    await client.complete("hello")
+                with pytest.raises(RequestFailed):
+                    await anext(client.stream(pb.GenerateRequest(prompt="hello")))
+            await asyncio.sleep(0.6)  # what is given up early lasts a while
+            assert not [each for each in gc.get_objects() if isinstance(each, Generation)]
+        finally:
+            gc.enable()
 
 
 def _silent(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
