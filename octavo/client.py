@@ -9,6 +9,7 @@ raises `octavo.errors.RequestFailed`.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
@@ -64,6 +65,7 @@ class _Call:
     ) -> None:
         self.lingers = lingers
         self.generation = Generation(request, policy, time.monotonic_ns(), num_addresses)
+        timeout = _finite(timeout)
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._last_loss: RequestFailed | None = None
 
@@ -98,7 +100,6 @@ class _Settings:
             check_may_send_key(address, is_encrypted=is_encrypted)
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._retry = retry or RetryPolicy()
-        self._is_closed = False  # by its own caller, which is no loss of a server
 
 
 class AsyncClient(_Settings):
@@ -187,14 +188,14 @@ class AsyncClient(_Settings):
                     continue
                 except asyncio.CancelledError:  # which `close` has as its effect, too
                     task = asyncio.current_task()
-                    if not self._is_closed or (task is not None and task.cancelling()):
+                    if not self._servers.is_closed or (task is not None and task.cancelling()):
                         raise
                     failure = RequestFailed(grpc.StatusCode.CANCELLED, "the client was closed")
                 finally:
                     self._open.discard(stream)
                     stream.cancel()
                 if not call.generation.finished:
-                    if self._is_closed:
+                    if self._servers.is_closed:
                         raise failure
                     try:
                         delay_s = call.pause_after(failure)
@@ -202,7 +203,7 @@ class AsyncClient(_Settings):
                         raise error.with_traceback(None) from None  # likewise
                     self._servers.failed(server)
                     await asyncio.sleep(delay_s)
-                    if self._is_closed:  # meanwhile
+                    if self._servers.is_closed:  # meanwhile
                         raise failure
         finally:
             del call, failure  # which what is raised would hold by this frame, and be held by
@@ -294,7 +295,7 @@ class AsyncClient(_Settings):
                 return await method(server)(request, timeout=_UNARY_TIMEOUT_S, metadata=sent)
             except grpc.RpcError as error:
                 failures.append(RequestFailed.from_rpc_error(error))
-            if self._is_closed or not failures[-1].is_unanswered:
+            if self._servers.is_closed or not failures[-1].is_unanswered:
                 break
             self._servers.failed(server)
         raise failures[-1]
@@ -321,7 +322,7 @@ class AsyncClient(_Settings):
         for server in self._servers.in_turn():
             try:
                 sent = (*self._metadata, *metadata)
-                answers.append(await method(server)(request, timeout=timeout, metadata=sent))
+                answers.append(await method(server)(request, timeout=_finite(timeout), metadata=sent))
             except grpc.RpcError as error:
                 failures.append(RequestFailed.from_rpc_error(error))
         if (failure := first_failure(failures, len(self._servers))) is not None:
@@ -330,7 +331,7 @@ class AsyncClient(_Settings):
 
     async def close(self) -> None:
         """Closes all connections; calls that are open end with an error."""
-        self._is_closed = True
+        self._servers.is_closed = True
         if self._shared_calls is not None:
             await self._shared_calls.close()
         for stream in list(self._open):  # which gRPC does not end with its channel
@@ -394,12 +395,12 @@ class Client(_Settings):
             finally:
                 stream.cancel()
             if not call.generation.finished:
-                if self._is_closed:
+                if self._servers.is_closed:
                     raise failure
                 delay_s = call.pause_after(failure)
                 self._servers.failed(server)
                 time.sleep(delay_s)
-                if self._is_closed:  # meanwhile
+                if self._servers.is_closed:  # meanwhile
                     raise failure
 
     def _start(self, call: _Call, server: Server, metadata: Metadata) -> InterruptibleStream[pb.GenerateResponse]:
@@ -483,7 +484,7 @@ class Client(_Settings):
                 return method(server)(request, timeout=_UNARY_TIMEOUT_S, metadata=self._metadata)
             except grpc.RpcError as error:
                 failures.append(RequestFailed.from_rpc_error(error))
-            if self._is_closed or not failures[-1].is_unanswered:
+            if self._servers.is_closed or not failures[-1].is_unanswered:
                 break
             self._servers.failed(server)
         raise failures[-1]
@@ -493,7 +494,7 @@ class Client(_Settings):
         answers, failures = [], []
         for server in self._servers.in_turn():
             try:
-                answers.append(method(server)(request, timeout=timeout, metadata=self._metadata))
+                answers.append(method(server)(request, timeout=_finite(timeout), metadata=self._metadata))
             except grpc.RpcError as error:
                 failures.append(RequestFailed.from_rpc_error(error))
         if (failure := first_failure(failures, len(self._servers))) is not None:
@@ -502,7 +503,7 @@ class Client(_Settings):
 
     def close(self) -> None:
         """Closes all connections; calls that are open end with an error."""
-        self._is_closed = True
+        self._servers.is_closed = True
         for server in self._servers.all:
             server.channel.close()
 
@@ -513,6 +514,11 @@ class Client(_Settings):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _finite(timeout: float | None) -> float | None:
+    """To gRPC a time without end is one that is past."""
+    return None if timeout == math.inf else timeout
 
 
 def _trace(traceparent: str | None) -> Metadata:

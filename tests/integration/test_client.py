@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import math
 import shutil
 import subprocess
 import time
@@ -540,6 +541,29 @@ async def test_an_async_client_that_is_closed_while_it_waits_says_so_too(server:
         await client.complete("hello")
     await closing[0]
     assert len(server.inference.requests) == 1
+
+
+async def test_a_client_that_was_closed_says_so(server: FakeServer) -> None:
+    client, other = Client(server.address), AsyncClient(server.address)
+    client.close()
+    await other.close()
+    for ask in (client.complete, client.tokenize, client.abort):
+        with pytest.raises(RequestFailed, match="CANCELLED: the client was closed"):
+            ask("hello")
+    for ask_other in (other.complete, other.tokenize, other.abort):
+        with pytest.raises(RequestFailed, match="CANCELLED: the client was closed"):
+            await ask_other("hello")
+
+
+async def test_a_time_without_end_is_no_deadline(server: FakeServer) -> None:
+    params = SamplingParams(max_tokens=2, seed=1)
+    with Client(server.address) as client:
+        assert client.complete("hello", params, timeout=math.inf).finished
+        client.load_adapter("a", "/a", timeout=math.inf)
+    async with AsyncClient(server.address) as other:
+        assert (await other.complete("hello", params, timeout=math.inf)).finished
+        await other.load_adapter("b", "/b", timeout=math.inf)
+    assert set(server.control.adapters) == {"a", "b"}
 
 
 def test_what_is_meant_for_all_schedulers_reaches_all() -> None:
