@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from typing import Any
 
 import httptools
@@ -57,7 +58,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_other_bytes = 0  # that came since a request, or a piece of its body, began
         self._in_head = True
         self._running: Any = None  # the cycle that is being answered; `cycle` is the last one that was read
-        self._since_s = self.loop.time()
+        self._since_s = time.monotonic()  # the time of uvloop is in milliseconds, of which one may bring many
 
     @property
     def is_idle(self) -> bool:

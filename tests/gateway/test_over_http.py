@@ -672,7 +672,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_nor_does_who_does_not_shake_hands(fake: Any, server: FakeServer, tls: dict[str, Any]) -> None:
     trusting = ssl.create_default_context(cafile=tls["tls_cert_file"].parent / "ca.pem")
-    with gateway(server.address, max_connections=5, read_timeout=5.0, **tls) as running:
+    with gateway(server.address, max_connections=5, read_timeout=3.0, **tls) as running:
         with contextlib.ExitStack() as opened:
             silent = [opened.enter_context(running.connect()) for _ in range(10)]
             for _ in range(2):
