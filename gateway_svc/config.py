@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,10 +124,10 @@ class GatewayConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, at least 1 is accepted")
         for name in ("retry_window", "drain_timeout", "comment_interval"):
-            if not getattr(self, name) >= 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}, at least 0 is accepted")
         for name in ("keep_alive", "read_timeout", "write_timeout"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}, more than 0 is accepted")
         if self.live_panel and not self.page:
             raise ValueError("live_panel is a part of the page, which no_page leaves out")

@@ -22,9 +22,10 @@ import uvloop
 
 from gateway_svc.config import GatewayConfig
 from gateway_svc.http.app import new_app
-from gateway_svc.http.bounded_protocol import Bounds, bounded
+from gateway_svc.http.bounded_protocol import Bounds
 from gateway_svc.http.generating import Service
 from gateway_svc.http.listening import listen_at
+from gateway_svc.http.listening_server import ListeningServer
 from gateway_svc.http.metrics import SHARED_FOLDER, GatewayMetrics
 from gateway_svc.http.metrics_server import metrics_listener, metrics_server, reserved_metrics
 from gateway_svc.live.live_feeds import LiveFeeds
@@ -116,27 +117,18 @@ def new_server(config: GatewayConfig, service: Service, tls: ServerTls | None = 
     """What listens, by HTTPS where there is `tls`; it ends when its `should_exit` is set, or at a signal."""
     bounds = Bounds(config.max_connections, config.read_timeout, config.write_timeout)
     server = _Server(
-        uvicorn.Config(
-            new_app(service, config),
-            http=bounded(bounds),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_keep_alive=math.ceil(config.keep_alive),
-            timeout_graceful_shutdown=math.ceil(config.drain_timeout),
-            backlog=_BACKLOG,
-            ssl_context_factory=None if tls is None else lambda config, default: tls.context(),
-        )
+        new_app(service, config),
+        bounds,
+        None if tls is None else tls.context(),
+        timeout_keep_alive=math.ceil(config.keep_alive),
+        timeout_graceful_shutdown=math.ceil(config.drain_timeout),
+        backlog=_BACKLOG,
     )
     server.live = service.live
     return server
 
 
-class _Server(uvicorn.Server):
+class _Server(ListeningServer):
     """Ends in order at SIGTERM or SIGHUP, at once at SIGINT or a second SIGTERM; uvicorn's own would then end this
     process by it."""
 

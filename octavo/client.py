@@ -9,6 +9,7 @@ raises `octavo.errors.RequestFailed`.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
@@ -20,7 +21,7 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from octavo.calls.addresses import Server, Servers, check_may_send_key, first_failure
+from octavo.calls.addresses import Server, Servers, check_key, check_may_send_key, first_failure
 from octavo.calls.generation import Generation, build_messages, build_request, repeatable
 from octavo.calls.interruptible_stream import InterruptibleStream
 from octavo.calls.lingering_call import LingeringCall
@@ -67,6 +68,7 @@ class _Call:
     ) -> None:
         self.lingers = lingers
         self.generation = Generation(request, policy, time.monotonic_ns(), num_addresses)
+        timeout = _finite(timeout)
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._last_loss: RequestFailed | None = None
 
@@ -97,10 +99,10 @@ class _Settings:
         is_encrypted: bool,
     ) -> None:
         if api_key:
+            check_key(api_key)
             check_may_send_key(address, is_encrypted=is_encrypted)
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._retry = retry or RetryPolicy()
-        self._is_closed = False  # by its own caller, which is no loss of a server
 
 
 class AsyncClient(_Settings):
@@ -171,36 +173,43 @@ class AsyncClient(_Settings):
 
     async def _messages(self, call: _Call, metadata: Metadata) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Over as many attempts as it takes."""
-        while not call.generation.finished:
-            server = self._servers.current
-            stream = self._start(call, server, metadata)
-            self._open.add(stream)
-            try:
-                async for response in stream:
-                    yield call.generation.take(response, time.monotonic_ns())
-                failure = RequestFailed(grpc.StatusCode.UNAVAILABLE, _ENDED_EARLY)
-            except RequestFailed as error:
-                failure = error
-            except grpc.RpcError as error:
-                failure = RequestFailed.from_rpc_error(error)
-            except NotKnown:
-                continue
-            except asyncio.CancelledError:  # which `close` has as its effect, too
-                task = asyncio.current_task()
-                if not self._is_closed or (task is not None and task.cancelling()):
-                    raise
-                failure = RequestFailed(grpc.StatusCode.CANCELLED, "the client was closed")
-            finally:
-                self._open.discard(stream)
-                stream.cancel()
-            if not call.generation.finished:
-                if self._is_closed:
-                    raise failure
-                delay_s = call.pause_after(failure)
-                self._servers.failed(server)
-                await asyncio.sleep(delay_s)
-                if self._is_closed:  # meanwhile
-                    raise failure
+        failure: RequestFailed | None = None
+        try:
+            while not call.generation.finished:
+                server = self._servers.current
+                stream = self._start(call, server, metadata)
+                self._open.add(stream)
+                try:
+                    async for response in stream:
+                        yield call.generation.take(response, time.monotonic_ns())
+                    failure = RequestFailed(grpc.StatusCode.UNAVAILABLE, _ENDED_EARLY)
+                except RequestFailed as error:
+                    failure = error.with_traceback(None)  # which would hold this generator
+                except grpc.RpcError as error:
+                    failure = RequestFailed.from_rpc_error(error.with_traceback(None))
+                except NotKnown:
+                    continue
+                except asyncio.CancelledError:  # which `close` has as its effect, too
+                    task = asyncio.current_task()
+                    if not self._servers.is_closed or (task is not None and task.cancelling()):
+                        raise
+                    failure = RequestFailed(grpc.StatusCode.CANCELLED, "the client was closed")
+                finally:
+                    self._open.discard(stream)
+                    stream.cancel()
+                if not call.generation.finished:
+                    if self._servers.is_closed:
+                        raise failure
+                    try:
+                        delay_s = call.pause_after(failure)
+                    except RequestFailed as error:
+                        raise error.with_traceback(None) from None  # likewise
+                    self._servers.failed(server)
+                    await asyncio.sleep(delay_s)
+                    if self._servers.is_closed:  # meanwhile
+                        raise failure
+        finally:
+            del call, failure  # which what is raised would hold by this frame, and be held by
 
     def _start(self, call: _Call, server: Server, metadata: Metadata) -> Any:
         """The messages of one attempt, over a call that others share where that can be."""
@@ -263,22 +272,22 @@ class AsyncClient(_Settings):
         answers = await self._everywhere(lambda at: at.control.FlushPrefixCache, pb.FlushPrefixCacheRequest())
         return sum(answer.num_blocks_flushed for answer in answers)
 
-    async def load_adapter(self, name: str, path: str, timeout: float | None = None) -> int:
+    async def load_adapter(self, name: str, path: str, timeout: float | None = None, *, metadata: Metadata = ()) -> int:
         """Loads an adapter from where the workers see it; `generate` may name it as soon as this returns.
 
         Loading again what is there from the same path changes nothing. Returns its generation: what is loaded under a
-        name later is another one.
+        name later is another one. `metadata` are sent beside those of the client.
         """
         request = pb.ControlLoadAdapterRequest(name=name, path=path)
         answers: list[pb.ControlLoadAdapterResponse] = await self._everywhere(
-            lambda at: at.control.LoadAdapter, request, timeout
+            lambda at: at.control.LoadAdapter, request, timeout, metadata
         )
         return answers[0].generation
 
-    async def unload_adapter(self, name: str, timeout: float | None = None) -> None:
+    async def unload_adapter(self, name: str, timeout: float | None = None, *, metadata: Metadata = ()) -> None:
         """Unloads an adapter. New requests may not name it at once; this returns when those before have ended."""
         request = pb.ControlUnloadAdapterRequest(name=name)
-        await self._everywhere(lambda at: at.control.UnloadAdapter, request, timeout)
+        await self._everywhere(lambda at: at.control.UnloadAdapter, request, timeout, metadata)
 
     async def call(self, method: Method, request: Message, *, metadata: Metadata = ()) -> Any:
         """The answer of the first scheduler that is there, in the words of the wire: `stream` for other methods."""
@@ -289,7 +298,7 @@ class AsyncClient(_Settings):
                 return await method(server)(request, timeout=_UNARY_TIMEOUT_S, metadata=sent)
             except grpc.RpcError as error:
                 failures.append(RequestFailed.from_rpc_error(error))
-            if self._is_closed or not failures[-1].is_unanswered:
+            if self._servers.is_closed or not failures[-1].is_unanswered:
                 break
             self._servers.failed(server)
         raise failures[-1]
@@ -309,13 +318,14 @@ class AsyncClient(_Settings):
             stream.cancel()
 
     async def _everywhere(
-        self, method: Method, request: Message, timeout: float | None = _UNARY_TIMEOUT_S
+        self, method: Method, request: Message, timeout: float | None = _UNARY_TIMEOUT_S, metadata: Metadata = ()
     ) -> list[Any]:
         """The answers of all schedulers that are there; any that refuses is what this raises, or that none is."""
         answers, failures = [], []
         for server in self._servers.in_turn():
             try:
-                answers.append(await method(server)(request, timeout=timeout, metadata=self._metadata))
+                sent = (*self._metadata, *metadata)
+                answers.append(await method(server)(request, timeout=_finite(timeout), metadata=sent))
             except grpc.RpcError as error:
                 failures.append(RequestFailed.from_rpc_error(error))
         if (failure := first_failure(failures, len(self._servers))) is not None:
@@ -324,7 +334,7 @@ class AsyncClient(_Settings):
 
     async def close(self) -> None:
         """Closes all connections; calls that are open end with an error."""
-        self._is_closed = True
+        self._servers.is_closed = True
         if self._shared_calls is not None:
             await self._shared_calls.close()
         for stream in list(self._open):  # which gRPC does not end with its channel
@@ -388,12 +398,12 @@ class Client(_Settings):
             finally:
                 stream.cancel()
             if not call.generation.finished:
-                if self._is_closed:
+                if self._servers.is_closed:
                     raise failure
                 delay_s = call.pause_after(failure)
                 self._servers.failed(server)
                 time.sleep(delay_s)
-                if self._is_closed:  # meanwhile
+                if self._servers.is_closed:  # meanwhile
                     raise failure
 
     def _start(self, call: _Call, server: Server, metadata: Metadata) -> InterruptibleStream[pb.GenerateResponse]:
@@ -477,7 +487,7 @@ class Client(_Settings):
                 return method(server)(request, timeout=_UNARY_TIMEOUT_S, metadata=self._metadata)
             except grpc.RpcError as error:
                 failures.append(RequestFailed.from_rpc_error(error))
-            if self._is_closed or not failures[-1].is_unanswered:
+            if self._servers.is_closed or not failures[-1].is_unanswered:
                 break
             self._servers.failed(server)
         raise failures[-1]
@@ -487,7 +497,7 @@ class Client(_Settings):
         answers, failures = [], []
         for server in self._servers.in_turn():
             try:
-                answers.append(method(server)(request, timeout=timeout, metadata=self._metadata))
+                answers.append(method(server)(request, timeout=_finite(timeout), metadata=self._metadata))
             except grpc.RpcError as error:
                 failures.append(RequestFailed.from_rpc_error(error))
         if (failure := first_failure(failures, len(self._servers))) is not None:
@@ -496,7 +506,7 @@ class Client(_Settings):
 
     def close(self) -> None:
         """Closes all connections; calls that are open end with an error."""
-        self._is_closed = True
+        self._servers.is_closed = True
         for server in self._servers.all:
             server.channel.close()
 
@@ -507,6 +517,11 @@ class Client(_Settings):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _finite(timeout: float | None) -> float | None:
+    """To gRPC a time without end is one that is past."""
+    return None if timeout == math.inf else timeout
 
 
 def _trace(traceparent: str | None) -> Metadata:

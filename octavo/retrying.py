@@ -143,7 +143,8 @@ class Outages:
 
     def _given_up(self, failure: RequestFailed, why: str) -> RequestFailed:
         """The last failure as it came where it is the only one."""
+        first, self._first = self._first, None  # which would hold who asked
         if self._num_failures == 1:
             return failure
-        before = "" if self._first in (None, failure) or str(self._first) == str(failure) else f"; first {self._first}"
+        before = "" if first in (None, failure) or str(first) == str(failure) else f"; first {first}"
         return RequestFailed(failure.code, f"{failure.message} ({why}{before})", failure.violations)

@@ -226,6 +226,21 @@ def test_nor_over_http(url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert f"{url} is another machine" in said and "secret" not in said
 
 
+@pytest.mark.parametrize("end", ["\r", "\n", "\xe9", "\x7f"])
+def test_a_key_that_no_header_can_have_is_refused_and_shown_to_nobody(
+    end: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match="api_key: it holds") as refused:
+        Client("127.0.0.1:1", api_key="secret" + end)
+    assert "secret" not in str(refused.value)
+    monkeypatch.setenv("OCTAVO_API_KEY", "secret" + end)
+    over_http = ["bench", "serve", "--url", "https://127.0.0.1:1/v1", "--requests=1", "--timeout-s=0.1"]
+    for command in (["generate", "a", "--address=127.0.0.1:1"], over_http):
+        assert main(command)
+        said = capsys.readouterr()
+        assert "api_key: it holds" in said.err and "secret" not in said.err + said.out
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "localhost:1", "[::1]:1", "unix:/tmp/socket", "dns:///localhost:1"])
 def test_this_machine_may_have_it(address: str) -> None:
     with Client(address, api_key="secret") as client:

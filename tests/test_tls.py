@@ -9,6 +9,7 @@ import socket
 import ssl
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
@@ -197,18 +198,53 @@ def test_authorities_of_clients_that_are_taken_away_count_for_new_connections(ce
     assert is_let_in(context, other) and not is_let_in(context, certs)
 
 
-def is_let_in(context: ssl.SSLContext, folder: Path) -> bool:
-    """Whether the certificate of the client in `folder` is accepted."""
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_nor_is_who_takes_up_a_session_of_before(
+    certs: Path, tmp_path: Path, version: ssl.TLSVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody looks at the certificate of one that does."""
+    other, clock = tmp_path / "other", Clock()
+    assert main(["certs", str(other)]) == 0
+    with monkeypatch.context() as long_ago:
+        long_ago.setattr(time, "time", lambda: 0.0)
+        tls = ServerTls(files(certs, ca="ca"), clock)
+    context, client = tls.context(), context_of_client(certs)
+    client.maximum_version = version
+    session = shake_hands(client, context).session
+    shake_hands(client, context, session)  # which the same authorities take
+    shutil.copy(other / "ca.pem", certs / "ca.pem")
+    clock.now_s += LOOK_AGAIN_S
+    tls.look_again()
+    with pytest.raises(ssl.SSLError):
+        shake_hands(client, context, session)
+
+
+def context_of_client(folder: Path) -> ssl.SSLContext:
     anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE
     anybody.load_cert_chain(folder / "client.pem", folder / "client.key")
+    return anybody
+
+
+def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, session: ssl.SSLSession | None = None) -> ssl.SSLObject:
+    """The end of the client, which has read something."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client, server = anybody.wrap_bio(back, there), context.wrap_bio(there, back, server_side=True)
-    try:
-        for end in (client, server, client):
+    asking, asked = client.wrap_bio(back, there, session=session), server.wrap_bio(there, back, server_side=True)
+    left = [asking, asked]
+    while left:
+        for end in list(left):
             with contextlib.suppress(ssl.SSLWantReadError):
                 end.do_handshake()
-        server.do_handshake()
+                left.remove(end)
+    asked.write(b"a")
+    asking.read(1)
+    return asking
+
+
+def is_let_in(context: ssl.SSLContext, folder: Path) -> bool:
+    """Whether the certificate of the client in `folder` is accepted."""
+    try:
+        shake_hands(context_of_client(folder), context)
     except ssl.SSLCertVerificationError:
         return False
     return True

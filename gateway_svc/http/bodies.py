@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any, NoReturn
 
 from starlette.datastructures import Headers
 from starlette.types import Receive
 
+from gateway_svc import errors
 from gateway_svc.errors import HttpError
 
 
@@ -27,7 +29,10 @@ async def read_json(headers: Headers, receive: Receive, max_bytes: int) -> Any:
         _too_large(max_bytes)
     parts, size = [], 0
     while True:
-        message = await receive()
+        try:
+            message = await receive()
+        except asyncio.CancelledError:
+            raise shutting_down() from None
         if message["type"] == "http.disconnect":
             raise ClientGone
         parts.append(message.get("body", b""))
@@ -41,6 +46,11 @@ async def read_json(headers: Headers, receive: Receive, max_bytes: int) -> Any:
     except (ValueError, RecursionError) as error:  # also of bytes that are no UTF-8, and of 4,300 digits
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise HttpError(400, f"the body is no JSON: {why[:200]}", code="invalid_json") from None
+
+
+def shutting_down() -> HttpError:
+    """Of what has not ended when the service does."""
+    return HttpError(503, "the gateway is shutting down", type=errors.UNAVAILABLE, code="unavailable")
 
 
 def _too_large(max_bytes: int) -> NoReturn:

@@ -1,23 +1,28 @@
 """Connections with bounds that uvicorn does not set: their number, what a request may have, and how long all may take.
 
-A connection that is idle makes room for one that is not. A request has to be here within a time, from its first byte
-(or the connection's begin) to the end of its body. A client that reads nothing of its answer for long is cut off.
+A connection that is idle makes room for one that is not, as does one whose request is not wholly here. A request has
+to be here within a time, from its first byte (or the connection's begin) to the end of its body. A client that reads
+nothing of its answer for long is cut off.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+import time
 from typing import Any
 
+import httptools
 import structlog
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway_svc.answers.json_text import text_of
 from gateway_svc.errors import HttpError
+from octavo.shared.few_lines import FewLines
 
 log = structlog.get_logger()
 
+MAX_BEHIND = 8  # requests of a connection that wait for the answer of another
 MAX_HEAD_BYTES = 65_536  # also of what stands at one place of a chunked body: chunks' sizes and extensions, trailers
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 
@@ -28,6 +33,7 @@ class Bounds:
     def __init__(self, max_connections: int, read_timeout_s: float, write_timeout_s: float) -> None:
         self.max_connections = max_connections
         self.read_timeout_s, self.write_timeout_s = read_timeout_s, write_timeout_s
+        self.strangers = FewLines()
 
 
 def bounded(bounds: Bounds) -> type[HttpToolsProtocol]:
@@ -52,11 +58,17 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_other_bytes = 0  # that came since a request, or a piece of its body, began
         self._in_head = True
         self._running: Any = None  # the cycle that is being answered; `cycle` is the last one that was read
+        self._since_s = time.monotonic()  # the time of uvloop is in milliseconds, of which one may bring many
 
     @property
     def is_idle(self) -> bool:
         """Nothing is being answered."""
         return self._running is None or self._running.response_complete
+
+    @property
+    def is_answering(self) -> bool:
+        """A request that is wholly here is being answered."""
+        return not self.is_idle and not self._running.more_body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn does
         """Makes room for it, or does without."""
@@ -82,7 +94,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.send_400_response(f"The {what} too large.")
         if not self.transport.is_closing():
             self._num_other_bytes += len(data)
-            super().data_received(_without_offer(data) if self._in_head else data)
+            self._parse(_without_offer(data) if self._in_head else data)
 
     def send_400_response(self, msg: str) -> None:
         """For what is no request, as OpenAI's clients read it, unless it came behind one that is being answered."""
@@ -93,7 +105,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """A request begins. Raises ValueError, which ends the connection, where too many are behind the answered one:
+        all of a reading is parsed at once, and each of them is some kilobytes here."""
+        if len(self.pipeline) >= MAX_BEHIND:
+            raise ValueError(f"more than {MAX_BEHIND} requests wait for the answer of another")
         super().on_message_begin()
         self._in_head, self._num_other_bytes = True, 0
         if self._deadline is None:
@@ -135,6 +150,19 @@ class BoundedProtocol(HttpToolsProtocol):
             self._stall.cancel()
             self._stall = None
 
+    def _parse(self, data: bytes) -> None:
+        """As uvicorn does, which logs a line for each stranger."""
+        self._unset_keepalive_if_required()
+        if self._deadline is None and self.is_idle:  # an empty line before a request begins none
+            self._expect_request()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.bounds.strangers.write(log.warning, "what came is no request of HTTP", client=self.client)
+            self.send_400_response("Invalid HTTP request received.")
+        except httptools.HttpParserUpgrade:
+            self.bounds.strangers.write(log.warning, "no other protocol is spoken here", client=self.client)
+
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._running = cycle
         super()._start_asgi_task(cycle, app)
@@ -144,7 +172,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _too_late(self) -> None:
         self._deadline = None
-        self.transport.abort()
+        if self.is_answering:  # while another request is begun, which nobody may have read
+            self._expect_request()
+        else:
+            self.transport.abort()
 
     def _stalled(self) -> None:
         log.info("a client reads nothing of its answer and is cut off", after_s=self.bounds.write_timeout_s)
@@ -158,12 +189,17 @@ class BoundedProtocol(HttpToolsProtocol):
         self._deadline = self._stall = None
 
     def _make_room(self) -> bool:
-        """Closes a connection on which nothing is asked, if there is one."""
-        for other in self.connections:
-            if other is not self and isinstance(other, BoundedProtocol) and other.is_idle:
-                other.transport.abort()
-                return True
-        return False
+        """Closes the oldest connection on which nothing is asked, or else of those whose request is not wholly here, if
+        there is one."""
+        others = [
+            other
+            for other in self.connections
+            if other is not self and isinstance(other, BoundedProtocol) and not other.is_answering
+            if not other.transport.is_closing()
+        ]
+        if others:
+            min(others, key=lambda other: (not other.is_idle, other._since_s)).transport.abort()
+        return bool(others)
 
 
 def _without_offer(data: bytes) -> bytes:

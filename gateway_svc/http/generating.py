@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from gateway_svc.answers.answer import Answer
 from gateway_svc.answers.completions import CompletionAnswer
 from gateway_svc.answers.gathered import Gathered
 from gateway_svc.errors import HttpError
-from gateway_svc.http.bodies import ClientGone, read_json
+from gateway_svc.http.bodies import ClientGone, read_json, shutting_down
 from gateway_svc.http.metrics import GatewayMetrics, Told
 from gateway_svc.http.replies import EventStream, send_error, send_parts, while_connected
 from gateway_svc.http.server_trace import ServerTrace, ending
@@ -91,6 +92,7 @@ class _Call:
         self._service, self._told, self._path = service, told, path
         self._asked, self._answer, self._metadata = asked, answer, metadata
         self._headers = {REQUEST_ID: asked.id}
+        self._model = asked.requests[0].model
         self._admissions: dict[int, pb.GenerateResponse] = {}  # by prompt, the first of each
         self._all_admitted = asyncio.Event()
 
@@ -99,7 +101,7 @@ class _Call:
         gathered = [Gathered() for _ in self._asked.requests]
 
         async def gather(prompt: int) -> None:
-            async with self._service.schedulers.generate(self._asked.requests[prompt], self._metadata) as messages:
+            async with self._generate(prompt) as messages:
                 async for response in messages:
                     gathered[prompt].take(response)
 
@@ -108,7 +110,7 @@ class _Call:
                 await self._for_each_prompt(gather)
                 await self._learn_prompts([found.prompt_token_ids for found in gathered])
         except asyncio.CancelledError:
-            raise _ending() from None
+            raise shutting_down() from None
         self._service.metrics.begun(self._told, self._path)
         self._told.status = 200
         self._told.output_tokens = sum(found.usage.completion_tokens for found in gathered)
@@ -122,7 +124,7 @@ class _Call:
                 await self._for_each_prompt(lambda prompt: self._follow(prompt, stream))
             last = self._answer.end()
         except (HttpError, asyncio.CancelledError) as failure:
-            error = failure if isinstance(failure, HttpError) else _ending()
+            error = failure if isinstance(failure, HttpError) else shutting_down()
             if not stream.is_begun:
                 raise error from None
             self._told.status = error.status
@@ -132,7 +134,7 @@ class _Call:
     async def _follow(self, prompt: int, stream: EventStream) -> None:
         """Writes what comes for one prompt, once all of them have been admitted: refusals have their own status."""
         answer, told = self._answer, self._told
-        async with self._service.schedulers.generate(self._asked.requests[prompt], self._metadata) as messages:
+        async with self._generate(prompt) as messages:
             async for response in messages:
                 if response.HasField("admission"):
                     await self._admitted(prompt, response, stream)
@@ -144,6 +146,9 @@ class _Call:
                         self._service.metrics.begun(told, self._path)
                 if response.HasField("usage"):
                     told.output_tokens += response.usage.completion_tokens
+
+    def _generate(self, prompt: int) -> AbstractAsyncContextManager[AsyncIterator[pb.GenerateResponse]]:
+        return self._service.schedulers.generate(self._asked.requests[prompt], self._metadata, self._model)
 
     async def _admitted(self, prompt: int, response: pb.GenerateResponse, stream: EventStream) -> None:
         if prompt in self._admissions:
@@ -192,6 +197,10 @@ class _Call:
     async def _for_each_prompt(self, work: Callable[[int], Coroutine[Any, Any, None]]) -> None:
         """All at once. The first that fails ends the others. Raises HttpError."""
         try:
+            await self._service.schedulers.prepare(self._asked.requests, self._metadata)
+        except RequestFailed as failure:
+            raise self._error(failure) from None
+        try:
             # A task for one prompt, too: what comes passes through few coroutines then (4 % of a token's CPU time).
             async with asyncio.TaskGroup() as group:
                 for prompt in range(len(self._asked.requests)):
@@ -206,7 +215,3 @@ class _Call:
             return http_error(failure, self._asked.names)
         log.error("request failed", request_id=self._asked.id, exception=logging.trace(failure))
         return HttpError(500, "the gateway failed over this request; its log says why", type=errors.SERVER)
-
-
-def _ending() -> HttpError:
-    return HttpError(503, "the gateway is shutting down", type=errors.UNAVAILABLE, code="unavailable")

@@ -38,6 +38,8 @@ class LiveEndpoint:
         with service.metrics.request(PATH) as told:
             try:
                 check_caller(headers, self._is_local)
+                if scope["method"] != "GET":  # HEAD, whose answer would never end
+                    raise HttpError(405, "GET is answered", code="method_not_allowed", headers=(("allow", "GET"),))
                 key = [field for field in service.schedulers.metadata(headers.raw) if field[0] == "authorization"]
                 stream = EventStream(send, {})
                 async with (

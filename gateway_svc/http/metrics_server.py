@@ -17,8 +17,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway_svc.config import GatewayConfig
-from gateway_svc.http.bounded_protocol import Bounds, bounded
+from gateway_svc.http.bounded_protocol import Bounds
 from gateway_svc.http.listening import listen_at
+from gateway_svc.http.listening_server import ListeningServer
 from gateway_svc.http.metrics import GatewayMetrics
 from octavo.shared.access.tls import ServerTls
 from octavo.shared.ports import BindError, check_port_is_free, reserve_port
@@ -72,24 +73,12 @@ def metrics_server(metrics: GatewayMetrics, tls: ServerTls | None = None) -> uvi
         content, content_type = metrics.text()
         return Response(content, headers={"content-type": content_type})
 
-    return _Server(
-        uvicorn.Config(
-            Starlette(routes=[Route(PATH, respond)]),
-            http=bounded(Bounds(MAX_CONNECTIONS, TIMEOUT_S, TIMEOUT_S)),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_graceful_shutdown=1,
-            ssl_context_factory=None if tls is None else lambda config, default: tls.context(),
-        )
-    )
+    bounds = Bounds(MAX_CONNECTIONS, TIMEOUT_S, TIMEOUT_S)
+    app = Starlette(routes=[Route(PATH, respond)])
+    return _Server(app, bounds, None if tls is None else tls.context(), timeout_graceful_shutdown=1)
 
 
-class _Server(uvicorn.Server):
+class _Server(ListeningServer):
     """Signals are for the server of the API."""
 
     @contextmanager

@@ -52,11 +52,6 @@ class LiveFeed:
         self._has_changed = asyncio.Event()  # another one for each frame
         self.is_closed = False  # for good
 
-    @property
-    def is_watching(self) -> bool:
-        """Whether the scheduler is asked anything."""
-        return self._task is not None
-
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """JSON objects, the newest first of all, until the caller leaves, or the feed is closed."""
         self._num_viewers += 1

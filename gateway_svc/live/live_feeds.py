@@ -42,6 +42,7 @@ class LiveFeeds:
         self._schedulers, self._extras = schedulers, extras
         self._feeds: dict[tuple[Metadata, bool], LiveFeed] = {}  # by key, and whether it may see the load alone
         self._num_viewers: Counter[LiveFeed] = Counter()
+        self._num_asking = 0  # viewers that have no feed yet
         self._is_closed = False
 
     @asynccontextmanager
@@ -49,7 +50,11 @@ class LiveFeeds:
         """`LiveFeed.frames` for one who brings this. Raises RequestFailed where that is not to see anything, HttpError
         where too many look already."""
         self._check_room()
-        sees_load_alone = await self._sees_load_alone(metadata)
+        self._num_asking += 1
+        try:
+            sees_load_alone = await self._sees_load_alone(metadata)
+        finally:
+            self._num_asking -= 1
         feed = self._feed(tuple(metadata), sees_load_alone)
         self._num_viewers[feed] += 1
         try:
@@ -78,7 +83,7 @@ class LiveFeeds:
         return self._feeds[key]
 
     def _check_room(self) -> None:
-        num_viewers = self._num_viewers.total()
+        num_viewers = self._num_viewers.total() + self._num_asking
         if num_viewers >= MAX_VIEWERS:
             what = f"{num_viewers} pages look at this server, at most {MAX_VIEWERS} may"
             raise HttpError(429, what, type=RATE_LIMIT)

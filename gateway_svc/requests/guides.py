@@ -26,11 +26,11 @@ def read_guide(params: pb.SamplingParams, fields: Fields, names: dict[str, str])
     """Raises InvalidField where two ask for something."""
     found: list[tuple[str, str, Any]] = []  # the field, the kind of guide, and the guide
     for name, kind in _KINDS.items():
-        if (value := fields.take(f"guided_{name}")) not in (None, False):
+        if (value := fields.take(f"guided_{name}")) is not None and value is not False:
             found.append((fields.param(f"guided_{name}"), kind, value))
     if (structured := fields.object("structured_outputs")) is not None:
         for name, kind in _KINDS.items():
-            if (value := structured.take(name)) not in (None, False):
+            if (value := structured.take(name)) is not None and value is not False:
                 found.append((structured.param(name), kind, value))
         structured.finish()
     found += read_format(fields.object("response_format"))

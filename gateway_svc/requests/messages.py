@@ -11,7 +11,7 @@ from protos import inference_pb2 as pb
 _TOOLS = "this server has no tools"
 _OF_TOOLS = dict.fromkeys(("tool_calls", "tool_call_id", "function_call"), _TOOLS)
 _OF_MEDIA = {"audio": "text is accepted, no other media"}
-MAX_MESSAGES = 8192  # of one call, with their parts: some 50 ms to read, in which nobody else is served
+MAX_MESSAGES = 8192  # of one call, with their parts: some 100 ms to read, in which nobody else is served
 # What a client sends back of an answer that it got, from here with nothing in it.
 _PASSED_OVER = ("refusal", "annotations", "name", "reasoning", "reasoning_content", "phase")
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -48,6 +48,7 @@ def _message(message: Fields) -> pb.ChatMessage:
     content = _content(message)
     message.leave(*_PASSED_OVER)
     message.finish()
+    new_message(role, "", message.param("role"))
     return new_message(_ROLES.get(role, role), content, message.param("content"))
 
 

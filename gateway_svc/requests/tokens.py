@@ -27,6 +27,7 @@ def read_tokenize(fields: Fields) -> AskedTokens:
     if (prompt := fields.text("prompt")) is not None:
         put_prompt(request, prompt, fields.param("prompt"))
         put(request, "add_special_tokens", fields.switch("add_special_tokens"), fields)
+        fields.refuse({"messages": "prompt is given as well; accepted: one of them"})
     elif fields.peek("messages") is not None:
         request.messages.CopyFrom(pb.Messages(messages=read_messages(fields, "messages")))
         put(request.messages, "add_generation_prompt", fields.switch("add_generation_prompt"), fields)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc
@@ -16,10 +17,12 @@ import grpc
 from gateway_svc.errors import InvalidField
 from octavo.client import AsyncClient, Metadata
 from octavo.errors import RequestFailed
-from octavo.retrying import Outages, RetryPolicy
+from octavo.retrying import Outages, RetryPolicy, Waiting
 from protos import inference_pb2 as pb
 
 STREAMS_PER_CONNECTION = 512  # schedulers take 1,024 by default, and let more wait
+MAX_WAITING_PROMPTS = 16_384  # of all calls that no scheduler answers
+MAX_WAITING_BYTES = 64 * 2**20  # likewise; one call alone may have more
 T = TypeVar("T")
 
 
@@ -43,7 +46,10 @@ class Schedulers:
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         self._credentials = credentials
-        self._addresses, self._retry, self._share_calls = addresses.split(","), retry, share_calls
+        self._addresses, self._share_calls = addresses.split(","), share_calls
+        self._retry, self._on_wait = replace(retry, on_wait=self._waits), retry.on_wait
+        self._is_away = False  # no scheduler has answered since a request began to wait for one
+        self._num_waiting_prompts = self._num_waiting_bytes = 0
         self._passed = frozenset(name.encode("ascii") for name in pass_headers)
         self._clients: list[AsyncClient] = []
         self._num_streams: list[int] = []  # by client
@@ -58,21 +64,42 @@ class Schedulers:
             if name in self._passed and value and value.isascii() and value.decode("ascii").isprintable()
         ]
 
+    async def prepare(self, requests: Sequence[pb.GenerateRequest], metadata: Metadata) -> None:
+        """To be called once for all prompts of a call, before `generate`: finds what their `model` is, and waits while
+        no scheduler answers, for as much as may wait. Raises RequestFailed, InvalidField."""
+        first, *others = requests
+        num_bytes = sum(request.ByteSize() for request in requests)
+        prompts, waiting_bytes = self._num_waiting_prompts + len(requests), self._num_waiting_bytes + num_bytes
+        if self._num_waiting_prompts and (prompts > MAX_WAITING_PROMPTS or waiting_bytes > MAX_WAITING_BYTES):
+            raise RequestFailed(grpc.StatusCode.UNAVAILABLE, "too many prompts wait for a scheduler")
+
+        async def ask() -> None:
+            if self._is_away:
+                await self.list_models(metadata)
+            await self.find_adapter(first, metadata)
+
+        self._num_waiting_prompts, self._num_waiting_bytes = prompts, waiting_bytes
+        try:
+            await self.waited_for(ask, first.request_id)
+        finally:
+            self._num_waiting_prompts -= len(requests)
+            self._num_waiting_bytes -= num_bytes
+        for other in others:
+            other.model, other.adapter = first.model, first.adapter
+
     @asynccontextmanager
     async def generate(
-        self, request: pb.GenerateRequest, metadata: Metadata
+        self, request: pb.GenerateRequest, metadata: Metadata, named: str = ""
     ) -> AsyncGenerator[AsyncGenerator[pb.GenerateResponse, None], None]:
         """The messages of `octavo.AsyncClient.stream`; leaving it ends the request.
 
-        A `model` that is an adapter's name asks for that adapter, and is the model that the answer names.
+        A `model` that was `named` and is an adapter's name is the model that the answer names.
         """
-        named = request.model
-        await self.waited_for(lambda: self.find_adapter(request, metadata), request.request_id)
         place = self._place()
         self._num_streams[place] += 1
         try:
             async with aclosing(self._clients[place].stream(request, metadata=metadata)) as messages:
-                yield messages if request.model == named else _of_model(messages, named)
+                yield messages if not named or request.model == named else _of_model(messages, named)
         finally:
             self._num_streams[place] -= 1
 
@@ -93,7 +120,9 @@ class Schedulers:
         name = request.model
         if not name or name in self._model_names:
             return
-        self._model_names = {model.name for model in (await self.list_models(metadata)).models}
+        models = (await self.list_models(metadata)).models
+        self._model_names = {model.name for model in models}
+        self._model_names |= {f"{model.name}@{model.fingerprint}" for model in models}
         if name not in self._model_names and name in await self.list_adapters(metadata):
             request.model = ""
             if isinstance(request, pb.GenerateRequest):
@@ -107,12 +136,12 @@ class Schedulers:
         return list(info.adapters)
 
     async def load_adapter(self, name: str, path: str, metadata: Metadata) -> None:
-        """Into all workers that take adapters. Raises RequestFailed."""
-        await self._call("LoadAdapter", pb.ControlLoadAdapterRequest(name=name, path=path), metadata, of_control=True)
+        """Into all workers that take adapters, of all schedulers. Raises RequestFailed."""
+        await self._to_its_end(self._clients[self._place()].load_adapter(name, path, metadata=metadata))
 
     async def unload_adapter(self, name: str, metadata: Metadata) -> None:
         """Returns when nothing uses it any more. Raises RequestFailed."""
-        await self._call("UnloadAdapter", pb.ControlUnloadAdapterRequest(name=name), metadata, of_control=True)
+        await self._to_its_end(self._clients[self._place()].unload_adapter(name, metadata=metadata))
 
     async def list_models(self, metadata: Metadata) -> pb.ListModelsResponse:
         """Raises RequestFailed, like the next two."""
@@ -161,13 +190,22 @@ class Schedulers:
             await client.close()
 
     async def _call(self, method: str, request: Any, metadata: Metadata, *, of_control: bool = False) -> Any:
-        """To its end, whoever has left: a scheduler cuts a connection on which many calls are given up at once."""
         client = self._clients[self._place()]
 
         def method_of(at: Any) -> Any:
             return getattr(at.control if of_control else at.inference, method)
 
-        asking = asyncio.create_task(client.call(method_of, request, metadata=metadata))
+        try:
+            answer = await self._to_its_end(client.call(method_of, request, metadata=metadata))
+        except RequestFailed as failure:
+            self._is_away = self._is_away and failure.is_unanswered
+            raise
+        self._is_away = False
+        return answer
+
+    async def _to_its_end(self, call: Coroutine[Any, Any, T]) -> T:
+        """Whoever has left: a scheduler cuts a connection on which many calls are given up at once."""
+        asking = asyncio.create_task(call)
         self._asking.add(asking)
         asking.add_done_callback(self._asked)
         return await asyncio.shield(asking)
@@ -176,6 +214,12 @@ class Schedulers:
         self._asking.discard(asking)
         if not asking.cancelled():
             asking.exception()  # is told to nobody where nobody waits for it any more
+
+    def _waits(self, waiting: Waiting) -> None:
+        """Told once of each time without a scheduler: any number of requests wait then."""
+        if not self._is_away:
+            self._is_away = True
+            self._on_wait(waiting)
 
     def _place(self) -> int:
         """The first connection with room, or one more."""

@@ -36,6 +36,12 @@ def split_addresses(addresses: str | Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def check_key(key: str) -> None:
+    """Raises ValueError, which does not quote it, for a key that no header can have: gRPC would show it in an error."""
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError("api_key: it holds a line's end, or another character that is not printable ASCII")
+
+
 def check_may_send_key(addresses: str | Sequence[str], *, is_encrypted: bool) -> None:
     """Raises ValueError for a key that would go over a network where everybody reads it."""
     for address in split_addresses(addresses):
@@ -58,7 +64,11 @@ class Server:
 
 
 class Servers:
-    """A client's schedulers. `current` is used until a caller reports that it failed; may be shared between threads."""
+    """A client's schedulers. `current` is used until a caller reports that it failed; may be shared between threads.
+
+    Attributes:
+        is_closed: set by their client when its own caller has closed it, which is no loss of a server.
+    """
 
     def __init__(
         self,
@@ -82,25 +92,31 @@ class Servers:
             )
             self.all.append(Server(address, channel))
         self._at = 0
+        self.is_closed = False
 
     def __len__(self) -> int:
         return len(self.all)
 
     @property
     def current(self) -> Server:
-        """The server to use next. Raises Forked."""
-        refuse_in_fork()
+        """The server to use next. Raises Forked, and RequestFailed once they are closed."""
+        self._check()
         return self.all[self._at]
 
     def failed(self, server: Server) -> None:
         """The next one is used from now on, unless another call has already moved on."""
-        if self.current is server:
+        if self.all[self._at] is server:
             self._at = (self._at + 1) % len(self.all)
 
     def in_turn(self) -> list[Server]:
-        """Each once, from the current one on. Raises Forked."""
-        refuse_in_fork()
+        """Each once, from the current one on. Raises what `current` does."""
+        self._check()
         return self.all[self._at :] + self.all[: self._at]
+
+    def _check(self) -> None:
+        refuse_in_fork()
+        if self.is_closed:
+            raise RequestFailed(grpc.StatusCode.CANCELLED, "the client was closed")
 
 
 def first_failure(failures: Sequence[RequestFailed], num_asked: int) -> RequestFailed | None:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import grpc
 
 from octavo.calls.addresses import Server
+from octavo.calls.lingering_call import LEAST_S
 from octavo.errors import RequestFailed
 from octavo.shared.tracing.context import TRACEPARENT, TRACESTATE, of_fields
 from protos import inference_pb2 as pb
@@ -24,6 +25,7 @@ MAX_REQUEST_BYTES = 32_768  # a message has 64 KiB at most
 MAX_BACKLOG = 64  # messages that wait here for a slow reader, before the scheduler is told to put them together
 MAX_AGE_S = 300.0  # a call that is older takes no more requests: what balances connections finds them again
 IDLE_S = 10.0  # without a request, after which a call is ended
+MAX_IDLE = 64  # calls without a request, of any age: with as many keys they would fill the connection
 ASK_AGAIN_S = 60.0  # a scheduler that did not know the method may have been replaced
 _OF_ONE_REQUEST = frozenset({TRACEPARENT, TRACESTATE})  # metadata that go beside it: they differ from call to call
 _REFUSALS = frozenset(
@@ -68,9 +70,15 @@ class SharedCalls:
         place = (server, tuple(metadata))
         call = self._in_use.get(place)
         if call is None or not call.takes_more:
+            self._end_oldest_idle()
             call = self._in_use[place] = SharedCall(server, metadata, self._ended)
             self._all.add(call)
         return call.start(message)
+
+    def _end_oldest_idle(self) -> None:
+        idle = [(call.idle_since_s, call) for call in self._all if call.idle_since_s is not None]
+        for _, call in sorted(idle, key=lambda each: each[0])[:-MAX_IDLE]:
+            call.end()
 
     def _lacks_it(self, server: Server) -> bool:
         since_s = self._without.get(server)
@@ -99,6 +107,7 @@ class SharedCall:
 
     Attributes:
         reading: ends after the call.
+        idle_since_s: when it had its last request; None: it has one, or ends.
     """
 
     def __init__(self, server: Server, metadata: Metadata, ended: Callable[[SharedCall, bool], None]) -> None:
@@ -110,6 +119,7 @@ class SharedCall:
         self._call = server.inference.GenerateMany(self._requests(), metadata=metadata)
         self._began_s = self._loop.time()
         self._idle_timer: asyncio.TimerHandle | None = None
+        self.idle_since_s: float | None = None
         self._is_ending = False
         self._ended = ended
         self.reading = asyncio.create_task(self._read())
@@ -124,7 +134,7 @@ class SharedCall:
         """Sends a request, which gets its key here."""
         if self._idle_timer is not None:
             self._idle_timer.cancel()
-            self._idle_timer = None
+            self._idle_timer = self.idle_since_s = None
         key = message.key = next(self._keys)
         stream = self._streams[key] = SharedStream(self, key)
         self.send(message)
@@ -138,15 +148,17 @@ class SharedCall:
         """A request has ended, or is wanted no more; False: it was known."""
         is_known = self._streams.pop(key, None) is not None
         if is_known and not self._streams and self._idle_timer is None:
-            self._idle_timer = self._loop.call_later(IDLE_S, self._end)
+            self._idle_timer = self._loop.call_later(IDLE_S, self.end)
+            self.idle_since_s = self._loop.time()
         return is_known
 
     def cancel(self) -> None:
         """Ends the call, and with it all requests."""
         self._call.cancel()
 
-    def _end(self) -> None:
-        self._is_ending = True
+    def end(self) -> None:
+        """Takes no more requests."""
+        self._is_ending, self.idle_since_s = True, None
         self._outgoing.put_nowait(None)
 
     async def _requests(self) -> AsyncIterator[pb.GenerateManyRequest]:
@@ -169,7 +181,7 @@ class SharedCall:
         except asyncio.CancelledError:
             pass  # the client is closed
         finally:
-            self._is_ending = True
+            self._is_ending, self.idle_since_s = True, None
             self._ended(self, isinstance(failure, NotKnown))
             self._outgoing.put_nowait(None)
             if self._idle_timer is not None:
@@ -180,15 +192,18 @@ class SharedCall:
 
 
 class SharedStream:
-    """The messages of one request, as of a call of its own. `cancel` ends it."""
+    """The messages of one request, as of a call of its own. `cancel` ends it, as late as `LingeringCall` does: requests
+    of a call that are begun and given up have all others of it refused."""
 
     def __init__(self, call: SharedCall, key: int) -> None:
         self._call = call
+        self._loop = asyncio.get_running_loop()
+        self._may_end_s = self._loop.time() + LEAST_S
         self._key = key
         self._came: deque[pb.GenerateResponse] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._failure: Exception | None = None
-        self._is_over = self._is_held = False
+        self._is_over = self._is_held = self._is_left = False
 
     def __aiter__(self) -> SharedStream:
         return self
@@ -202,16 +217,20 @@ class SharedStream:
                 raise StopAsyncIteration
             if self._is_held:
                 self._hold(False)
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._loop.create_future()
             await self._waiter
         return self._came.popleft()
 
     def cancel(self) -> None:
         """Nothing more is wanted. Does nothing once it is over."""
-        if self._call.forget(self._key):
-            self._call.send(pb.GenerateManyRequest(key=self._key, cancel=True))
-            self._is_over = True
-            self._wake()
+        if self._is_over or self._failure is not None:
+            return
+        self._is_over = self._is_left = True
+        self._wake()
+        if (left_s := self._may_end_s - self._loop.time()) > 0:
+            self._loop.call_later(left_s, self._end)
+        else:
+            self._end()
 
     def take(self, part: pb.GenerateManyResponse.Part) -> None:
         """What came for it."""
@@ -222,7 +241,8 @@ class SharedStream:
             self._call.forget(self._key)
             return
         response = part.response
-        self._came.append(response)
+        if not self._is_left:
+            self._came.append(response)
         if response.HasField("usage"):
             self._is_over = True
             self._call.forget(self._key)
@@ -234,6 +254,10 @@ class SharedStream:
         """After what has come, this."""
         self._failure = failure
         self._wake()
+
+    def _end(self) -> None:
+        if self._call.forget(self._key):
+            self._call.send(pb.GenerateManyRequest(key=self._key, cancel=True))
 
     def _hold(self, is_held: bool) -> None:
         self._is_held = is_held

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from bisect import bisect_left
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,10 +99,12 @@ class Conversation:
             return
         # As long as an answer may be, but never at the cost of more than half of what the model can look back on.
         room = min(self.params.max_tokens or self.max_model_len, self.max_model_len // 2)
-        first = 0
-        while (num_tokens := self._count(first, asked)) + room > self.max_model_len and first < len(self._turns):
-            first += 1
-        if not first or num_tokens >= self.max_model_len:
+        # With fewer turns there are fewer tokens: a thousand that were loaded are not to be counted as often.
+        most, turns = self.max_model_len - room, range(len(self._turns))
+        if self._count(0, asked) <= most:
+            return
+        first = bisect_left(turns, True, lo=1, key=lambda turn: self._count(turn, asked) <= most)
+        if first == len(turns) and self._count(first, asked) >= self.max_model_len:
             return  # the question by itself is too long, as the server will say: nothing is forgotten for that
         del self._turns[:first]
         what = "the oldest question is" if first == 1 else f"the {first} oldest questions are"

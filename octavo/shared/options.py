@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import numbers
 import os
 import types
@@ -316,7 +317,9 @@ def _convert(field: dataclasses.Field[Any], hint: Any, text: str) -> Any:
             return text.lower() in _TRUE
         try:
             if kind is not bool:
-                return kind(text)
+                value = kind(text)
+                if kind is not float or math.isfinite(value):  # no timer takes another, and no sum
+                    return value
         except ValueError:
             continue
     raise OptionError(f"{text!r} is not {_accepted(hint)}")

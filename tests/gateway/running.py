@@ -19,6 +19,7 @@ from gateway_svc.http.metrics_server import metrics_listener, metrics_server
 from gateway_svc.server import listen, new_server, new_service
 from gateway_svc.upstream.schedulers import Schedulers
 from octavo.retrying import RetryPolicy
+from octavo.shared.access.tls import server_tls
 
 
 class Gateway:
@@ -72,7 +73,8 @@ def gateway(scheduler: str, retry: RetryPolicy | None = None, **options: Any) ->
     schedulers = Schedulers(scheduler, retry or RetryPolicy(window_s=5.0, first_delay_s=0.01), config.pass_header)
     tracer = config.new_tracer()
     service = new_service(config, schedulers, tracer)
-    server, metrics = new_server(config, service), metrics_server(service.metrics)
+    tls = server_tls(config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file)
+    server, metrics = new_server(config, service, tls), metrics_server(service.metrics)
     for_metrics = metrics_listener(config)
     assert for_metrics is not None
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.fakes import FakeWorker
 from tests.gateway.running import Gateway, gateway
+from tests.integration.fake_inference import FakeServer
 from tests.integration.scheduler_process import Service, scheduler
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -98,3 +99,14 @@ def test_a_configured_adapter_that_could_not_be_loaded_has_its_reason() -> None:
 def test_nothing_is_loaded_where_that_is_not_allowed(service: Service) -> None:
     with gateway(service.address) as running:
         assert running.post("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/x"})[0] == 404
+
+
+def test_all_schedulers_load_and_unload_and_take_the_time_they_need() -> None:
+    asked = {"lora_name": "pirate", "lora_path": "/adapters/pirate"}
+    with FakeServer() as first, FakeServer() as second:
+        with gateway(f"{first.address},{second.address}", lora_updates=True) as running:
+            assert running.post("/v1/load_lora_adapter", asked)[0] == 200
+            for server in (first, second):
+                assert server.control.adapters["pirate"] > 86_400
+            assert running.post("/v1/unload_lora_adapter", {"lora_name": "pirate"})[0] == 200
+        assert first.control.adapters == second.control.adapters == {}

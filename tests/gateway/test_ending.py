@@ -6,8 +6,7 @@ import asyncio
 import os
 import signal
 
-import uvicorn
-
+from gateway_svc.http.bounded_protocol import Bounds
 from gateway_svc.server import _Server
 
 
@@ -15,7 +14,7 @@ async def test_the_end_of_a_terminal_lets_requests_finish_also_where_it_is_told_
     async def never(scope: object, receive: object, send: object) -> None:
         raise AssertionError("nobody asks")
 
-    server = _Server(uvicorn.Config(never))
+    server = _Server(never, Bounds(max_connections=4, read_timeout_s=1.0, write_timeout_s=1.0), None)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         with server.capture_signals():

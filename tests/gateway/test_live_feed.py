@@ -76,13 +76,13 @@ async def test_one_watch_for_all_and_none_for_nobody() -> None:
     scheduler = Scheduler()
     feed = LiveFeed(scheduler)
     await asyncio.sleep(0)
-    assert not feed.is_watching and not scheduler.num_looks
+    assert feed._task is None and not scheduler.num_looks
     async with looking(feed) as one, looking(feed) as other:
         assert (await next_of(one))["running"] == (await next_of(other))["running"] == 1
         await scheduler.happens(2)
         assert (await next_of(one))["running"] == (await next_of(other))["running"] == 2
         assert scheduler.num_watching == scheduler.times_watched == 1
-    assert not feed.is_watching and not scheduler.num_watching
+    assert feed._task is None and not scheduler.num_watching
     looks = scheduler.num_looks
     async with looking(feed) as again:
         await next_of(again)
@@ -149,7 +149,7 @@ async def test_the_end_of_the_service_ends_all() -> None:
         feed.close()
         with pytest.raises(StopAsyncIteration):
             await coming
-    assert not feed.is_watching
+    assert feed._task is None
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED])

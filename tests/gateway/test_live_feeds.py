@@ -122,3 +122,20 @@ async def test_too_many_are_refused_and_the_end_of_the_service_ends_all(monkeypa
                 await anext(frames)
     with pytest.raises(StopAsyncIteration):
         await first_frame(feeds, "ops")
+
+
+async def test_who_is_not_let_in_yet_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_feeds, "MAX_VIEWERS", 2)
+    feeds, is_let = LiveFeeds(scheduler := Scheduler()), asyncio.Event()
+
+    async def view(request: pb.GetViewRequest, metadata: Metadata) -> pb.View:
+        await is_let.wait()
+        return pb.View()
+
+    scheduler.view = view  # type: ignore[method-assign]  # a slow one
+    looking = [asyncio.create_task(first_frame(feeds, "ops")) for _ in range(5)]
+    await asyncio.sleep(0)
+    is_let.set()
+    found = await asyncio.gather(*looking, return_exceptions=True)
+    assert [isinstance(each, HttpError) for each in found] == [False, False, True, True, True]
+    await first_frame(feeds, "ops")

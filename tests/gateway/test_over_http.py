@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -14,15 +17,18 @@ import grpc
 import httpx2
 import openai
 import pytest
+import structlog
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from openai import AsyncOpenAI, OpenAI
 from openai.types import Completion
 
+from gateway_svc.config import GatewayConfig
 from octavo.calls import lingering_call
 from octavo.cli import main
-from octavo.retrying import RetryPolicy
+from octavo.retrying import RetryPolicy, Waiting
 from octavo.shared.connections import allow_open_files
+from octavo.shared.few_lines import LINES_PER_S
 from protos import inference_pb2 as pb
 from tests.gateway.running import Gateway, gateway
 from tests.gateway.shapes import events, strictly
@@ -204,6 +210,22 @@ def test_a_scheduler_that_comes_late_is_waited_for(named: dict[str, str]) -> Non
         assert has_tried.wait(15)
         with FakeServer(port):
             assert answer.result(15)[1]["choices"][0]["text"] == text()
+
+
+def test_prompts_of_a_call_wait_together_for_one() -> None:
+    with FakeServer() as there:
+        port = there.port
+    told: list[Waiting] = []
+    policy = RetryPolicy(window_s=15.0, first_delay_s=0.01, on_wait=told.append)
+    with gateway(f"127.0.0.1:{port}", policy) as early, ThreadPoolExecutor(3) as pool:
+        first = pool.submit(early.post, COMPLETIONS, GREEDY)
+        wait_until(lambda: told)
+        many = [pool.submit(early.post, COMPLETIONS, {**GREEDY, "prompt": ["a"] * 50}) for _ in range(2)]
+        with FakeServer(port) as server:
+            assert first.result(15)[0] == 200
+            assert [len(each.result(15)[1]["choices"]) for each in many] == [50, 50]
+            assert len(told) == 1 and len(server.inference.requests) == 101
+            assert all(not request.attempt for request in server.inference.requests if request.prompt == "a")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -565,6 +587,14 @@ def test_requests_over_one_connection_are_answered_in_turn(fake: Any, shared: Ga
     assert [body["choices"][0]["text"] for body in bodies] == [text(seed) for seed in range(5)]
 
 
+def test_many_requests_behind_one_end_its_connection(fake: Any, shared: Gateway) -> None:
+    """All of a reading is parsed at once: thousands of them would hold everybody up."""
+    fake.token_delay_s = 0.05
+    with shared.connect() as line:
+        line.sendall(request({**GREEDY, "max_tokens": 10_000}) + b"GET /version HTTP/1.1\r\n\r\n" * 1_000)
+        assert line.recv(100).startswith(b"HTTP/1.1 400 ")
+
+
 def test_a_reader_that_does_not_read_is_cut_off_and_costs_no_memory(fake: Any, server: FakeServer) -> None:
     """The stand-in for a scheduler makes tokens for as long as somebody takes them."""
     made = 0
@@ -595,6 +625,66 @@ def test_idle_connections_keep_nobody_out(fake: Any, server: FakeServer) -> None
                 line.close()
 
 
+def test_neither_do_requests_that_do_not_come_whole(fake: Any, server: FakeServer) -> None:
+    """An idle one has to go first. One that is answered stays, whatever is begun behind it."""
+    fake.token_delay_s = 0.05
+    with gateway(server.address, max_connections=20) as running, contextlib.ExitStack() as opened:
+        lines = [opened.enter_context(running.connect()) for _ in range(20)]
+        lines[0].sendall(request({**GREEDY, "stream": True, "max_tokens": 1000}) + b"POST /v1")
+        assert lines[0].recv(10).startswith(b"HTTP/1.1 2")
+        for line in lines[1:19]:
+            begin(line)
+        for _ in range(3):
+            lines.append(opened.enter_context(running.connect()))
+            begin(lines[-1])
+        lines[0].settimeout(10)
+        assert lines[0].recv(10)
+        wait_until(lambda: all(is_closed(line) for line in (lines[19], *lines[1:3])))
+        assert not any(is_closed(line) for line in lines[3:19] + lines[20:])
+
+
+def begin(line: socket.socket) -> None:
+    """A request that does not come whole, after one that shows that it is waited for."""
+    line.sendall(b"GET /version HTTP/1.1\r\n\r\n" + request(GREEDY)[:-1])
+    assert line.recv(10).startswith(b"HTTP/1.1 2")
+
+
+def is_closed(line: socket.socket) -> bool:
+    """What has come is read."""
+    line.setblocking(False)
+    try:
+        while line.recv(65_536):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        pass
+    return True
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Options of a gateway, of an authority in the folder of `tls_cert_file`."""
+    folder = tmp_path_factory.mktemp("certs")
+    assert main(["certs", str(folder)]) == 0
+    return {"tls_cert_file": folder / "gateway.pem", "tls_key_file": folder / "gateway.key"}
+
+
+def test_nor_does_who_does_not_shake_hands(fake: Any, server: FakeServer, tls: dict[str, Any]) -> None:
+    trusting = ssl.create_default_context(cafile=tls["tls_cert_file"].parent / "ca.pem")
+    with gateway(server.address, max_connections=5, read_timeout=3.0, **tls) as running:
+        with contextlib.ExitStack() as opened:
+            silent = [opened.enter_context(running.connect()) for _ in range(10)]
+            for _ in range(2):
+                line = trusting.wrap_socket(opened.enter_context(running.connect()), server_hostname="localhost")
+                line.sendall(request(GREEDY))
+                assert line.recv(100).startswith(b"HTTP/1.1 200")
+            wait_until(lambda: is_closed(silent[0]))
+            assert not is_closed(silent[-1])
+            silent[-1].settimeout(20)
+            assert silent[-1].recv(1) == b"", "after the time in which a request has to be here"
+
+
 def test_a_thousand_idle_connections_and_one_request(fake: Any, shared: Gateway) -> None:
     allow_open_files(2_000)  # both ends are in this process
     idle = [shared.connect() for _ in range(1_000)]
@@ -621,6 +711,53 @@ def test_a_request_that_does_not_come_is_not_waited_for(fake: Any, server: FakeS
                     assert more, answer
                 assert answer.startswith(b"HTTP/1.1 200")
                 time.sleep(0.3)
+
+
+def test_one_that_is_not_here_when_the_service_ends_is_told_so(fake: Any, server: FakeServer) -> None:
+    with contextlib.ExitStack() as opened:
+        with gateway(server.address) as running:
+            line = opened.enter_context(running.connect())
+            begin(line)
+        answer = line.makefile("rb").read()
+    assert b"HTTP/1.1 503 " in answer and b"the gateway is shutting down" in answer
+
+
+@pytest.mark.parametrize("name", ["keep_alive", "drain_timeout", "retry_window", "read_timeout"])
+def test_a_time_without_end_is_no_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for value in ("inf", "nan"):
+        with pytest.raises(SystemExit):
+            main(["gateway", f"--{name.replace('_', '-')}", value])
+        assert f"'{value}' is not a number" in capsys.readouterr().err
+        given: Any = {name: float(value)}
+        with pytest.raises(ValueError, match=name):
+            GatewayConfig(**given)
+
+
+def test_one_that_is_begun_behind_another_does_not_end_that(fake: Any, server: FakeServer) -> None:
+    """Nobody may have read the rest of it."""
+    fake.token_delay_s = 0.1
+    with gateway(server.address, read_timeout=0.2) as running, running.connect() as line:
+        line.sendall(request({**GREEDY, "stream": True, "max_tokens": 8}) + request(GREEDY)[:-5])
+        assert b"data: [DONE]" in line.makefile("rb").read(), "and the second one ends the connection after it"
+
+
+def test_an_empty_line_after_an_answer_keeps_no_connection(fake: Any, server: FakeServer) -> None:
+    with gateway(server.address, read_timeout=0.2, keep_alive=1.0) as running, running.connect() as line:
+        line.sendall(b"GET /version HTTP/1.1\r\n\r\n")
+        assert line.recv(1000).startswith(b"HTTP/1.1 200")
+        line.settimeout(10)
+        line.sendall(b"\r\n")
+        assert line.recv(1) == b""
+
+
+def test_what_is_no_http_is_few_lines_of_the_log(shared: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(3 * LINES_PER_S):
+            with shared.connect() as line:
+                line.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
+                assert line.recv(100).startswith(b"HTTP/1.1 400 ")
+    assert 0 < len([line for line in lines if "no request of HTTP" in line["event"]]) <= 2 * LINES_PER_S
+    assert not caplog.records
 
 
 def test_a_head_without_end_is_refused(shared: Gateway) -> None:

@@ -92,6 +92,11 @@ def next_frame(response: http.client.HTTPResponse) -> Any:
     return json.loads(line[6:])
 
 
+def test_a_head_without_the_frames_is_refused(live: Gateway) -> None:
+    status, headers, _ = live.ask("HEAD", "/live")
+    assert (status, headers["allow"]) == (405, "GET")
+
+
 def test_frames_over_http_and_what_the_scheduler_is_asked_for(server: FakeServer, live: Gateway) -> None:
     response = open_feed(live)
     assert response.status == 200 and response.headers["content-type"].startswith("text/event-stream")

@@ -253,6 +253,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (chat, {"guided_choice": [1]}, "guided_choice"),
     (chat, {"guided_choice": "abc"}, "guided_choice"),
     (chat, {"guided_json": {"minimum": float("inf")}}, "guided_json"),
+    (chat, {"guided_json": 0}, "guided_json"),
+    (chat, {"messages": [{"role": "\ud800", "content": "a"}]}, "messages[0].role"),
     (chat, {"modalities": ["audio"]}, "modalities"),
     (chat, {"service_tier": "flex"}, "service_tier"),
     (chat, {"reasoning_effort": "high"}, "reasoning_effort"),
@@ -346,6 +348,8 @@ def test_tokens() -> None:
     asked = read_tokenize(Fields({"messages": HELLO, "add_generation_prompt": False}))
     assert asked.request.messages.messages[0].content == "hello" and not asked.request.messages.add_generation_prompt
     assert list(read_detokenize(Fields({"tokens": [1, 2], "model": "m"})).token_ids) == [1, 2]
+    with pytest.raises(HttpError, match="messages: prompt is given as well"):
+        read_tokenize(Fields({"prompt": "a", "messages": HELLO}))
     for read, given in ((read_tokenize, {}), (read_detokenize, {}), (read_detokenize, {"tokens": [-1]})):
         with pytest.raises(HttpError):
             read(Fields(given))

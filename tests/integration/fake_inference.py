@@ -43,6 +43,7 @@ class FakeControl(pb_grpc.ControlServicer):
         self.num_flushes = 0
         self.withheld: list[tuple[str, int]] = []  # that were asked for
         self.flight_record: list[tuple[int, bytes]] = []
+        self.adapters: dict[str, float] = {}  # what was left of the time for loading each, in seconds
         self._steps: queue.SimpleQueue[pb.StepSummary] = queue.SimpleQueue()
 
     def send_step(self) -> None:
@@ -59,6 +60,18 @@ class FakeControl(pb_grpc.ControlServicer):
     ) -> pb.WithholdBlocksResponse:
         self.withheld.append((request.worker, request.num_blocks))
         return pb.WithholdBlocksResponse(num_withheld=request.num_blocks)
+
+    def LoadAdapter(
+        self, request: pb.ControlLoadAdapterRequest, context: grpc.ServicerContext
+    ) -> pb.ControlLoadAdapterResponse:
+        self.adapters[request.name] = context.time_remaining()
+        return pb.ControlLoadAdapterResponse()
+
+    def UnloadAdapter(
+        self, request: pb.ControlUnloadAdapterRequest, context: grpc.ServicerContext
+    ) -> pb.ControlUnloadAdapterResponse:
+        self.adapters.pop(request.name)
+        return pb.ControlUnloadAdapterResponse()
 
     def GetView(self, request: pb.GetViewRequest, context: grpc.ServicerContext) -> pb.View:
         return pb.View(load=pb.Load(num_requests_running=3))
@@ -91,6 +104,7 @@ class FakeInference(pb_grpc.InferenceServicer):
         self.max_model_len = 2048
         self.token_delay_s = 0.0
         self.num_lost_texts = 0  # the next so many calls of Detokenize are lost
+        self.num_listed = 0
         self.cancelled = threading.Event()
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
@@ -157,6 +171,7 @@ class FakeInference(pb_grpc.InferenceServicer):
         return pb.ModelInfo(model="fake", vocab_size=1000, max_model_len=self.max_model_len, has_chat_template=True)
 
     def ListModels(self, request: pb.ListModelsRequest, context: grpc.ServicerContext) -> pb.ListModelsResponse:
+        self.num_listed += 1
         models = [("fake", "aaaa", False), ("fake", "bbbb", True), ("owner/name", "cccc", True)]
         return pb.ListModelsResponse(
             models=[

@@ -20,6 +20,7 @@ import grpc
 import pytest
 
 from octavo.cli import COMMANDS, main
+from octavo.client import Client
 from octavo.commands import completion
 from octavo.commands.flags import connection
 from octavo.retrying import Waiting
@@ -349,6 +350,26 @@ def test_a_conversation_that_reaches_the_models_length_forgets_the_oldest_and_sa
     ]
     said = capsys.readouterr().err
     assert "(the 2 oldest questions are forgotten, with the answer: the model takes 100 tokens)" in said
+
+
+def test_a_long_conversation_that_was_loaded_is_not_counted_turn_by_turn(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    asked: list[int] = []
+    tokenize = Client.tokenize
+
+    def counted(client: Client, *arguments: Any, **options: Any) -> list[int]:
+        asked.append(1)
+        return tokenize(client, *arguments, **options)
+
+    monkeypatch.setattr(Client, "tokenize", counted)
+    server.inference.max_model_len = 100  # a token a byte
+    turns = [{"role": role, "content": f"{turn:03}"} for turn in range(300) for role in ("user", "assistant")]
+    (tmp_path / "said.json").write_text(json.dumps(turns))
+    (found,) = converse(monkeypatch, server, f"/load {tmp_path / 'said.json'}", "c" * 60)
+    assert found[:-1] == [f"{turn:03}" for turn in range(294, 300) for _ in range(2)]
+    assert "the 294 oldest questions are forgotten" in capsys.readouterr().err
+    assert len(asked) < 15
 
 
 def test_words_that_are_for_the_terminal(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import math
 import shutil
 import subprocess
 import time
@@ -440,6 +442,29 @@ async def test_nobody_who_asks_in_the_instant_of_a_stop_is_failed(method: str) -
             await asyncio.gather(*asking)
 
 
+@pytest.mark.parametrize("code", [grpc.StatusCode.INVALID_ARGUMENT, LOST])
+@pytest.mark.parametrize("share_calls", [False, True])
+async def test_a_call_that_has_failed_is_held_by_nothing(
+    server: FakeServer, code: grpc.StatusCode, share_calls: bool
+) -> None:
+    """Its request may be large, and the collector late."""
+    server.inference.refusal = (code, "no", ())
+    retry = RetryPolicy(window_s=0.0)
+    async with AsyncClient(server.address, retry=retry, share_calls=share_calls) as client:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(2):
+                with pytest.raises(RequestFailed):
+                    await client.complete("hello")
+                with pytest.raises(RequestFailed):
+                    await anext(client.stream(pb.GenerateRequest(prompt="hello")))
+            await asyncio.sleep(0.6)  # what is given up early lasts a while
+            assert not [each for each in gc.get_objects() if isinstance(each, Generation)]
+        finally:
+            gc.enable()
+
+
 def _silent(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
     while context.is_active():
         time.sleep(0.02)
@@ -516,6 +541,29 @@ async def test_an_async_client_that_is_closed_while_it_waits_says_so_too(server:
         await client.complete("hello")
     await closing[0]
     assert len(server.inference.requests) == 1
+
+
+async def test_a_client_that_was_closed_says_so(server: FakeServer) -> None:
+    client, other = Client(server.address), AsyncClient(server.address)
+    client.close()
+    await other.close()
+    for ask in (client.complete, client.tokenize, client.abort):
+        with pytest.raises(RequestFailed, match="CANCELLED: the client was closed"):
+            ask("hello")
+    for ask_other in (other.complete, other.tokenize, other.abort):
+        with pytest.raises(RequestFailed, match="CANCELLED: the client was closed"):
+            await ask_other("hello")
+
+
+async def test_a_time_without_end_is_no_deadline(server: FakeServer) -> None:
+    params = SamplingParams(max_tokens=2, seed=1)
+    with Client(server.address) as client:
+        assert client.complete("hello", params, timeout=math.inf).finished
+        client.load_adapter("a", "/a", timeout=math.inf)
+    async with AsyncClient(server.address) as other:
+        assert (await other.complete("hello", params, timeout=math.inf)).finished
+        await other.load_adapter("b", "/b", timeout=math.inf)
+    assert set(server.control.adapters) == {"a", "b"}
 
 
 def test_what_is_meant_for_all_schedulers_reaches_all() -> None:

@@ -149,6 +149,22 @@ async def test_who_leaves_ends_one_request(scheduler: Scheduler, client: AsyncCl
     assert text_of(await read_all(staying)) == "y"
 
 
+async def test_who_leaves_at_once_has_nobody_else_refused(
+    scheduler: Scheduler, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler takes no more requests of a call on which many are begun and given up: that one lasts a while."""
+    monkeypatch.setattr(shared_calls, "LEAST_S", 2.0)
+    leaving, staying = await begin(scheduler, client, "r1", "r2")
+    await leaving.aclose()
+    scheduler.core.say({"r1": "x", "r2": "y"})
+    assert text_of([await anext(staying)]) == "y"
+    (late,) = await begin(scheduler, client, "r3")
+    assert not scheduler.core.abandoned
+    await until(lambda: scheduler.core.abandoned == ["r1"], seconds=20)
+    scheduler.core.say({"r2": "y", "r3": "z"}, FinishReason.LENGTH)
+    assert [text_of(await read_all(stream)) for stream in (staying, late)] == ["y", "z"]
+
+
 async def test_what_a_slow_reader_leaves_is_put_together_at_the_scheduler(
     scheduler: Scheduler, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +251,23 @@ async def test_a_call_without_requests_is_ended_and_the_next_one_begun(
         assert text_of(await read_all(stream)) == "a"
         assert scheduler.num_shared_calls == number
         await until(lambda: not scheduler.service._shared_calls, seconds=20)
+
+
+async def test_of_calls_without_requests_the_oldest_are_ended(
+    scheduler: Scheduler, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who comes with another key each time would have as many as a connection takes."""
+    monkeypatch.setattr(shared_calls, "MAX_IDLE", 2)
+    for number in range(6):
+        stream = client.stream(request(f"r{number}"), metadata=[("authorization", f"Bearer {number}")])
+        await anext(stream)
+        await until(lambda: len(scheduler.service._shared_calls) <= 3, seconds=5)
+        scheduler.core.say({f"r{number}": "a"}, FinishReason.LENGTH)
+        assert text_of(await read_all(stream)) == "a"
+    for number, num_calls in ((5, 6), (0, 7)):
+        stream = client.stream(request(f"s{number}"), metadata=[("authorization", f"Bearer {number}")])
+        await anext(stream)
+        assert scheduler.num_shared_calls == num_calls
 
 
 async def test_a_scheduler_that_is_lost_is_a_pause_for_each(tmp_path: Any) -> None:

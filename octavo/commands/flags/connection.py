@@ -130,8 +130,16 @@ def add_key_arguments(group: argparse._ActionsContainer) -> None:
 
 
 def api_key(arguments: argparse.Namespace) -> str | None:
-    """The key of the command line, or that of the environment."""
-    return arguments.api_key or os.environ.get(API_KEY) or None
+    """The key of the command line, or that of the environment. Raises OptionError for what can be none."""
+    from octavo.calls.addresses import check_key
+
+    key = arguments.api_key or os.environ.get(API_KEY) or None
+    if key is not None:
+        try:
+            check_key(key)
+        except ValueError as error:
+            raise OptionError(str(error)) from None
+    return key
 
 
 def api_key_for(url: str, arguments: argparse.Namespace) -> str | None:

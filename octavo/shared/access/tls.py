@@ -46,6 +46,7 @@ class _Read:
     key: bytes
     client_ca: bytes | None
     context: ssl.SSLContext
+    read_s: float  # since 1970, as sessions have it
 
     def configuration(self) -> grpc.ServerCertificateConfiguration:
         """The same for gRPC."""
@@ -83,8 +84,15 @@ class ServerTls:
         """For any other server; after `look_again` it shows new certificates, and asks for those of new authorities."""
         context = _context(self._files)
 
-        def take_newest(connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
-            connection.context = self._read_files.content.context
+        def take_newest(
+            connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, first: ssl.SSLContext
+        ) -> int | None:
+            newest = self._read_files.content
+            connection.context = newest.context
+            session = connection.session if newest.client_ca is not None and connection.session_reused else None
+            if session is not None and session.time <= newest.read_s:  # nobody looks at its certificate again
+                return ssl.ALERT_DESCRIPTION_CERTIFICATE_UNKNOWN
+            return None
 
         context.sni_callback = take_newest  # called for clients that send no name, too
         return context
@@ -154,7 +162,7 @@ def _read(files: TlsFiles) -> _Read:
     """Raises TlsError."""
     cert, key = _bytes_of(files.cert), _bytes_of(files.key)
     client_ca = None if files.client_ca is None else _bytes_of(files.client_ca)
-    return _Read(cert, key, client_ca, _try_on_each_other(files)[0])
+    return _Read(cert, key, client_ca, _try_on_each_other(files)[0], time.time())
 
 
 def _bytes_of(path: Path) -> bytes:
@@ -174,6 +182,7 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
     if files.client_ca is not None:
         context.load_verify_locations(files.client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
+        context.num_tickets = 0  # of TLS 1.3: who comes with one is let in whatever the authorities are by then
     return context
 
 
