@@ -6,6 +6,7 @@ import faulthandler
 import gc
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,9 @@ QUICKLY = tuple(phase for phase in Phase if phase not in (Phase.shrink, Phase.ex
 settings.register_profile("octavo", deadline=None, print_blob=True, phases=QUICKLY)
 settings.register_profile("shrinks", deadline=None, print_blob=True)
 settings.load_profile("octavo")
+
+# What a run under nohup ignores, all that it starts would ignore too, and some of that is to be told to end.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Triton reads this when a kernel is defined: without a GPU its interpreter runs them, in numpy, on the CPU.
 if not Path("/dev/nvidiactl").exists():

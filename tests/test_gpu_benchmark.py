@@ -47,6 +47,7 @@ def test_every_section_runs_on_a_cpu(
 
     if IS_INTERPRETED:
         monkeypatch.setattr(served, "subprocess", SimpleNamespace(Popen=forked, DEVNULL=subprocess.DEVNULL))
+        monkeypatch.setattr(served, "ends_with_parent", list)
     monkeypatch.setattr(gpu, "_in_a_process", in_this_one)
     monkeypatch.setattr(sys, "argv", ["gpu", "--dry-run", "--results", str(tmp_path)])
     code, said = gpu.main(), capsys.readouterr()

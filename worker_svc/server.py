@@ -39,6 +39,7 @@ from worker_svc.follower import follow
 from worker_svc.host.compute_threads import log_arithmetic, set_threads
 from worker_svc.host.graph_backend import CudaGraphBackend
 from worker_svc.host.memory import GIB, available_bytes
+from worker_svc.host.model_thread import ModelThread
 from worker_svc.models import ModelConfig
 from worker_svc.models.cache_scales.found_scales import find_scales
 from worker_svc.models.checkpoint.gguf_folder import model_folder
@@ -55,7 +56,6 @@ from worker_svc.service.message_guard import MessageGuard
 from worker_svc.service.worker_service import WorkerService
 from worker_svc.steps.failures import is_out_of_memory
 from worker_svc.steps.model_runner import ModelRunner
-from worker_svc.steps.model_thread import ModelThread
 from worker_svc.steps.stage_answers import StageAnswers
 from worker_svc.steps.worker import Worker
 from worker_svc.tokenizers.tokenizer_files import TokenizerFiles

@@ -13,9 +13,9 @@ import numpy as np
 
 from protos import worker_pb2
 from worker_svc.config import WorkerConfig
+from worker_svc.host.model_thread import ModelThread
 from worker_svc.server import load
 from worker_svc.steps.graph_captures import GraphSizes
-from worker_svc.steps.model_thread import ModelThread
 from worker_svc.steps.worker import Worker
 
 STEPS_IN_FLIGHT = 2

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
+from collections.abc import Callable
 from typing import Any
 
 import httptools
@@ -34,6 +34,7 @@ class Bounds:
         self.max_connections = max_connections
         self.read_timeout_s, self.write_timeout_s = read_timeout_s, write_timeout_s
         self.strangers = FewLines()
+        self.connections: dict[BoundedProtocol, None] = {}  # the oldest first
 
 
 def bounded(bounds: Bounds) -> type[HttpToolsProtocol]:
@@ -58,7 +59,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_other_bytes = 0  # that came since a request, or a piece of its body, began
         self._in_head = True
         self._running: Any = None  # the cycle that is being answered; `cycle` is the last one that was read
-        self._since_s = time.monotonic()  # the time of uvloop is in milliseconds, of which one may bring many
 
     @property
     def is_idle(self) -> bool:
@@ -73,6 +73,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn does
         """Makes room for it, or does without."""
         super().connection_made(transport)
+        self.bounds.connections[self] = None
         if len(self.connections) > self.bounds.max_connections and not self._make_room():
             transport.abort()
             return
@@ -81,6 +82,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends what is being answered, also where more requests stand behind it."""
         self._cancel_timers()
+        self.bounds.connections.pop(self, None)
         if (running := self._running) is not None and running is not self.cycle and not running.response_complete:
             running.disconnected = True  # requests behind it came over the same connection
             running.message_event.set()
@@ -191,15 +193,16 @@ class BoundedProtocol(HttpToolsProtocol):
     def _make_room(self) -> bool:
         """Closes the oldest connection on which nothing is asked, or else of those whose request is not wholly here, if
         there is one."""
-        others = [
-            other
-            for other in self.connections
-            if other is not self and isinstance(other, BoundedProtocol) and not other.is_answering
-            if not other.transport.is_closing()
-        ]
-        if others:
-            min(others, key=lambda other: (not other.is_idle, other._since_s)).transport.abort()
-        return bool(others)
+        given_up = self._first_other(lambda each: each.is_idle) or self._first_other(lambda each: not each.is_answering)
+        if given_up is not None:
+            given_up.transport.abort()
+        return given_up is not None
+
+    def _first_other(self, may_end: Callable[[BoundedProtocol], bool]) -> BoundedProtocol | None:
+        for each in self.bounds.connections:
+            if each is not self and not each.transport.is_closing() and may_end(each):
+                return each
+        return None
 
 
 def _without_offer(data: bytes) -> bytes:

@@ -12,7 +12,6 @@ import sys
 from typing import BinaryIO
 
 from octavo.shared.log import trace
-from octavo.shared.signals import terminating
 from protos import frontend_pb2
 from protos import inference_pb2 as pb
 from scheduler_svc.errors import RequestRefused
@@ -28,7 +27,11 @@ from scheduler_svc.text.tokenizer import Tokenizer
 
 def main() -> int:
     """Returns the process's exit code."""
-    for number in (signal.SIGINT, *terminating()):  # meant for the process that started this one, which kills it
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # meant for the process that started this one, which kills it
         signal.signal(number, signal.SIG_IGN)
     source = sys.stdin.buffer
     sink = os.fdopen(os.dup(sys.stdout.fileno()), "wb")

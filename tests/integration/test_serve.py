@@ -26,7 +26,7 @@ from tests.processes import processes_of
 from tests.tiny_models import make_tiny_llama
 
 ROOT = Path(__file__).parents[2]
-READY_WITHIN_S = 60.0  # generous: the machine under test has other work
+READY_WITHIN_S = 120.0  # beside other tests on a slow machine; none is about the time that it takes
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 

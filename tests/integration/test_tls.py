@@ -135,7 +135,7 @@ def test_load_over_https_trusts_and_shows_what_it_is_told(
     assert main([*asked, *own]) == 1
     assert "CERTIFICATE_VERIFY_FAILED" in capsys.readouterr().err.splitlines()[-1]
     assert main([*asked, f"--tls-ca-file={certs / 'nowhere.pem'}", *own]) == 1
-    assert capsys.readouterr().err.splitlines()[-1].endswith(f"{certs / 'nowhere.pem'}")
+    assert f"{certs / 'nowhere.pem'}: No such file or directory" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_https_before_it_and_for_metrics(served: Ports, certs: Path) -> None:
@@ -149,7 +149,7 @@ def test_https_before_it_and_for_metrics(served: Ports, certs: Path) -> None:
         assert b"octavo:num_requests_running" in answer.read()
     own = [f"--tls-client-cert-file={certs / 'client.pem'}", f"--tls-client-key-file={certs / 'client.key'}"]
     asked = ["health", f"https://localhost:{served.gateway}", f"--tls-ca-file={certs / 'ca.pem'}"]
-    assert [main([*asked, *own]), main(asked), main([*asked, *own, "--tls-ca-file=/nowhere"])] == [0, 3, 3]
+    assert [main([*asked, *own]), main(asked), main([*asked, *own, "--tls-ca-file=/nowhere"])] == [0, 3, 2]
     nobody = ssl.create_default_context(cafile=certs / "ca.pem")
     for port in (served.gateway, served.metrics):
         with pytest.raises(OSError):

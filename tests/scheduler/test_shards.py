@@ -265,6 +265,7 @@ async def test_shards_that_have_yet_to_come_are_not_waited_for_when_all_end(
         while len(both._processes._running) < 2:
             await asyncio.sleep(0.01)
         await both.stop()
+    assert not both._processes._running
 
 
 class ToldShard(shards_pb2_grpc.ShardServicer):
@@ -305,6 +306,7 @@ async def test_what_one_shard_has_drained_every_other_is_told_of_also_when_it_co
         told[0].says.put_nowait(shards_pb2.ShardStatus())  # its next life
         told[2].says.put_nowait(shards_pb2.ShardStatus())
         await until(lambda: told[2].share.drained == ["instance"])
+        assert told[1].share.drained == ["instance"]
     finally:
         all_shards._is_stopping = True
         for task in following:

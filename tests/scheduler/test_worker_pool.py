@@ -120,6 +120,7 @@ def test_a_worker_that_another_pool_has_drained_does_not_join() -> None:
         wait_until(lambda: not _serving(pool))
         other.hold([worker.address], pool.drained)
         wait_until(lambda: "it was drained" in other.clients[worker.address].state.problem)
+        assert not _serving(other)
 
 
 def test_a_worker_that_is_not_taken_is_asked_again_on_one_channel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from worker_svc.steps import model_thread
-from worker_svc.steps.model_thread import ModelThread
+from worker_svc.host import model_thread
+from worker_svc.host.model_thread import ModelThread
 
 
 class Signalled(Exception):

@@ -10,8 +10,8 @@ from protos import ranks_pb2
 from worker_svc.adapters.adapter_folder import Adapter
 from worker_svc.adapters.adapter_set import AdapterSet
 from worker_svc.adapters.errors import AdapterError
+from worker_svc.host.model_thread import ModelThread
 from worker_svc.parallel.group import ParallelGroup
-from worker_svc.steps.model_thread import ModelThread
 
 log = structlog.get_logger()
 

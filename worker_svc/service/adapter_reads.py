@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 from worker_svc.adapters.adapter_folder import Adapter
 from worker_svc.adapters.errors import AdapterError
-from worker_svc.steps.model_thread import ModelThread
+from worker_svc.host.model_thread import ModelThread
 
 AT_ONCE = 4  # each may be some hundred MB
 SLOW_S = 10.0  # after which a read keeps no other waiting: its disk may be one that never answers

@@ -6,8 +6,8 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from protos import ranks_pb2
+from worker_svc.host.model_thread import ModelThread
 from worker_svc.parallel.step_channel import StepChannel
-from worker_svc.steps.model_thread import ModelThread
 
 
 class StageAnswers:

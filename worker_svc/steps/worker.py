@@ -35,6 +35,7 @@ from worker_svc.config import WorkerConfig
 from worker_svc.errors import GroupError, ProtocolError, StartupError
 from worker_svc.host.device_memory import memory_of
 from worker_svc.host.memory import GIB, available_bytes
+from worker_svc.host.model_thread import ModelThread
 from worker_svc.host.touch_ahead import TouchAhead
 from worker_svc.mirror.sequence_states import SequenceStates
 from worker_svc.parallel.group import ParallelGroup
@@ -43,7 +44,6 @@ from worker_svc.steps.giving_way import GivingWay, may_give_way
 from worker_svc.steps.graph_captures import GraphSizes
 from worker_svc.steps.launched_step import Launched
 from worker_svc.steps.model_runner import ModelRunner
-from worker_svc.steps.model_thread import ModelThread
 from worker_svc.steps.profile import Profile, Profiler
 from worker_svc.steps.recent_requests import RecentRequests
 from worker_svc.steps.step_pipeline import Deliver, StepPipeline
