@@ -9,7 +9,6 @@ import socket
 import ssl
 import subprocess
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
@@ -75,6 +74,17 @@ def test_what_does_not_fit_is_refused_in_a_line_that_names_it(certs: Path) -> No
             ServerTls(wrong)
         assert "\n" not in str(raised.value)
     ServerTls(files(certs, ca="ca"))
+
+
+def test_certificates_that_cannot_be_made_anew_stay_as_they_are(
+    certs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where the authority's key is kept elsewhere."""
+    (certs / "ca.key").unlink()
+    before = {file.name: file.read_bytes() for file in certs.iterdir() if file.suffix in (".key", ".pem")}
+    assert main(["certs", str(certs), "--name", "gpu-9"]) == 1
+    assert "openssl x509" in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in certs.iterdir() if file.suffix in (".key", ".pem")} == before
 
 
 @pytest.mark.parametrize("make", [client_credentials, client_context])
@@ -199,19 +209,19 @@ def test_authorities_of_clients_that_are_taken_away_count_for_new_connections(ce
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-def test_nor_is_who_takes_up_a_session_of_before(
-    certs: Path, tmp_path: Path, version: ssl.TLSVersion, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nor_is_who_takes_up_a_session_of_before(certs: Path, tmp_path: Path, version: ssl.TLSVersion) -> None:
     """Nobody looks at the certificate of one that does."""
     other, clock = tmp_path / "other", Clock()
     assert main(["certs", str(other)]) == 0
-    with monkeypatch.context() as long_ago:
-        long_ago.setattr(time, "time", lambda: 0.0)
-        tls = ServerTls(files(certs, ca="ca"), clock)
+    tls = ServerTls(files(certs, ca="ca"), clock)
     context, client = tls.context(), context_of_client(certs)
     client.maximum_version = version
     session = shake_hands(client, context).session
-    shake_hands(client, context, session)  # which the same authorities take
+    with (certs / "scheduler.pem").open("a") as own:
+        own.write("\n")
+    clock.now_s += LOOK_AGAIN_S
+    tls.look_again()
+    shake_hands(client, context, session)  # which the same authorities take, whatever else is new
     shutil.copy(other / "ca.pem", certs / "ca.pem")
     clock.now_s += LOOK_AGAIN_S
     tls.look_again()

@@ -70,7 +70,8 @@ class Schedulers:
         first, *others = requests
         num_bytes = sum(request.ByteSize() for request in requests)
         prompts, waiting_bytes = self._num_waiting_prompts + len(requests), self._num_waiting_bytes + num_bytes
-        if self._num_waiting_prompts and (prompts > MAX_WAITING_PROMPTS or waiting_bytes > MAX_WAITING_BYTES):
+        is_too_much = prompts > MAX_WAITING_PROMPTS or waiting_bytes > MAX_WAITING_BYTES
+        if self._is_away and self._num_waiting_prompts and is_too_much:
             raise RequestFailed(grpc.StatusCode.UNAVAILABLE, "too many prompts wait for a scheduler")
 
         async def ask() -> None:

@@ -43,15 +43,22 @@ def run(arguments: argparse.Namespace) -> int:
     folder: Path = arguments.folder
     folder.mkdir(parents=True, exist_ok=True)
     made = []
-    if not _is_good(folder, "ca", []):
-        subject = ["-subj", "/CN=Octavo development authority", "-addext", "keyUsage=critical,keyCertSign,cRLSign"]
-        days = ["-days", str(10 * arguments.days)]
-        _openssl(folder, "req", "-x509", *_new_key("ca"), "-out", "ca.pem", *days, *subject)
-        made.append("ca")
-    for role in ROLES:
-        if made[:1] == ["ca"] or not _is_good(folder, role, arguments.name):
-            _sign(folder, role, [*arguments.name, *_names_of(folder / f"{role}.pem")], arguments.days)
-            made.append(role)
+    # What is there is replaced once all is made: it may be in use, and the authority's key may be elsewhere.
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as inside:
+        new, authority = Path(inside), folder.absolute()
+        if not _is_good(folder, "ca", []):
+            subject = ["-subj", "/CN=Octavo development authority", "-addext", "keyUsage=critical,keyCertSign,cRLSign"]
+            days = ["-days", str(10 * arguments.days)]
+            _openssl(new, "req", "-x509", *_new_key("ca"), "-out", "ca.pem", *days, *subject)
+            made.append("ca")
+            authority = new
+        for role in ROLES:
+            if "ca" in made or not _is_good(folder, role, arguments.name):
+                names = [*arguments.name, *_names_of(folder / f"{role}.pem")]
+                _sign(new, authority.absolute(), role, names, arguments.days)
+                made.append(role)
+        for file in (*new.glob("*.key"), *new.glob("*.pem"), *new.glob("*.srl")):
+            file.replace(folder / file.name)
     kept = [name for name in ("ca", *ROLES) if name not in made]
     for key in folder.glob("*.key"):
         key.chmod(0o600)
@@ -80,8 +87,8 @@ def _asked(cert: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def _sign(folder: Path, role: str, names: list[str], days: int) -> None:
-    """Asks the authority in the folder for the certificate of one role."""
+def _sign(folder: Path, authority: Path, role: str, names: list[str], days: int) -> None:
+    """Asks the authority in its folder for the certificate of one role."""
     alternatives = [f"DNS:{role}", "DNS:localhost", "IP:127.0.0.1", "IP:::1", f"URI:spiffe://octavo/{role}"]
     alternatives += [f"IP:{ipaddress.ip_address(name)}" if _is_address(name) else f"DNS:{name}" for name in names]
     alternatives = list(dict.fromkeys(alternatives))
@@ -89,7 +96,7 @@ def _sign(folder: Path, role: str, names: list[str], days: int) -> None:
         extensions, request = Path(other) / "extensions", Path(other) / "request"
         extensions.write_text(f"subjectAltName={','.join(alternatives)}\nextendedKeyUsage=serverAuth,clientAuth\n")
         _openssl(folder, "req", *_new_key(role), "-out", str(request), "-subj", f"/CN={role}")
-        signed_by = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"]
+        signed_by = ["-CA", str(authority / "ca.pem"), "-CAkey", str(authority / "ca.key"), "-CAcreateserial"]
         made = ["-out", f"{role}.pem", "-days", str(days), "-extfile", str(extensions)]
         _openssl(folder, "x509", "-req", "-in", str(request), *signed_by, *made)
 

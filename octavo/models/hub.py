@@ -63,7 +63,7 @@ def fetch_from_hub(
             raise SourceUnavailable(f"{_endpoint()} answers with {info.sha} for {name}")
         files = wanted_files([each.rfilename for each in info.siblings or []], name, load_format)
         folder = cache_folder(download_dir)
-        before = _files_of(find(name, load_format, download_dir))
+        before = _files_of(find(name, load_format, download_dir, needs_tokenizer=False))
         report(f"Fetching {name.repo} at {(info.sha or '')[:12]} from the Hugging Face hub")
 
         def download(revision: str | None, part: list[str]) -> Path:

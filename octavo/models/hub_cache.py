@@ -81,7 +81,13 @@ def cache_folder(download_dir: str | Path | None = None) -> Path:
     return Path(constants.HF_HUB_CACHE)
 
 
-def find(name: HubName, load_format: str = "auto", download_dir: str | Path | None = None) -> Path | None:
+def find(
+    name: HubName,
+    load_format: str = "auto",
+    download_dir: str | Path | None = None,
+    *,
+    needs_tokenizer: bool = True,
+) -> Path | None:
     """The folder or GGUF file of a model that is here whole, as far as `load_format` needs it; else None."""
     for parent in dict.fromkeys((cache_folder(download_dir), cache_folder())):
         folder = _snapshot(parent, name)
@@ -96,7 +102,7 @@ def find(name: HubName, load_format: str = "auto", download_dir: str | Path | No
             return folder / wanted[0]
         if load_format == ADAPTER:
             return folder
-        has_tokenizer = any((folder / file).is_file() for file in _TOKENIZERS)
+        has_tokenizer = not needs_tokenizer or any((folder / file).is_file() for file in _TOKENIZERS)
         is_described = "config.json" in wanted or load_format == TOKENIZER
         if is_described and has_tokenizer and _has_all_shards(folder, wanted):
             return folder

@@ -27,6 +27,7 @@ from worker_svc.parallel import group as group_module
 from worker_svc.parallel import step_channel
 from worker_svc.parallel import watch as watch_module
 from worker_svc.parallel.group import ParallelGroup, _store, meet
+from worker_svc.parallel.meeting import join_meeting
 from worker_svc.parallel.membership import Membership, membership_of
 from worker_svc.parallel.step_channel import SharedMemoryChannel
 from worker_svc.parallel.watch import BEAT_S, SILENCE_S, STARTING_SILENCE_S, Watch, count_key
@@ -105,9 +106,7 @@ def test_a_rank_that_does_not_come_is_not_waited_for_for_ever(monkeypatch: pytes
 def _meet_one_that_ends(member: Membership, said: Connection) -> None:
     """Rank 0 of two: the other was there, and does nothing more."""
     watch_module.STARTING_SILENCE_S = 0.5
-    told = threading.Thread(
-        target=lambda: _store(dataclasses.replace(member, rank=1), is_master=False).set(count_key(1), "0")
-    )
+    told = threading.Thread(target=lambda: join_meeting(_store(member, is_master=False), 1, 2, timeout_s=20.0))
     told.start()
 
     def end(why: str) -> None:
@@ -129,20 +128,22 @@ def test_a_rank_that_ends_while_they_meet_is_missed() -> None:
         process.join()
 
 
-def test_ranks_that_torchrun_starts_anew_see_nothing_of_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its agent has the store, which stays."""
-    member = Membership(0, 2, local_rank=0, local_size=2, address="127.0.0.1", port=free_port())
-    kept = _store(member, is_master=True)
+def test_ranks_that_are_started_anew_meet_in_a_store_with_what_others_left() -> None:
+    """As torchrun's agent keeps it, whatever its machines count; one rank had come and ended before it met them."""
+    member = Membership(0, 3, local_rank=0, local_size=3, address="127.0.0.1", port=free_port())
+    kept, names = _store(member, is_master=True), set[str]()
     ends: list[str] = []
-    for attempt in ("0", "1"):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        watch = Watch(store := _store(member, is_master=False), 0, 2, ends.append)
-        assert not store.check([count_key(1)])
-        store.set(count_key(1), "0")
+    for _ in range(3):
+        kept.set("octavo/hello/2", "one that has ended")
+        with ThreadPoolExecutor() as pool:
+            joining = [pool.submit(join_meeting, _store(member, is_master=False), rank, 3, 20.0) for rank in (2, 0, 1)]
+            met = [each.result(20) for each in joining]
+        assert len({name for _, name in met}) == 1 and met[0][1] not in names
+        names.add(met[0][1])
+        watch = Watch(met[1][0], 0, 3, ends.append)
         assert watch.look() == ""
         watch.tell_failure("one bad moment")
         assert watch.look() == "rank 0: one bad moment"
-    del kept
 
 
 def test_every_reader_gets_every_message_whole_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import structlog
@@ -22,8 +23,9 @@ MOST_UNREAD = 4  # reads that have not ended, with a thread each
 class ReadingOnRanks:
     """One rank's part. All call it, each on a thread beside the model's: no step waits for the slowest disk."""
 
-    def __init__(self, group: ParallelGroup, adapters: AdapterSet) -> None:
-        self._group, self._adapters = group, adapters
+    def __init__(self, group: ParallelGroup, adapters: AdapterSet, new_thread: Callable[[str], ModelThread]) -> None:
+        """`new_thread` makes one for this rank's device."""
+        self._group, self._adapters, self._new_thread = group, adapters, new_thread
         self._unread: list[Future[Adapter]] = []
 
     def read(self, path: str, adapter: Adapter | None) -> Adapter:
@@ -53,7 +55,7 @@ class ReadingOnRanks:
         self._unread = [each for each in self._unread if not each.done()]
         if len(self._unread) >= MOST_UNREAD:
             raise AdapterError(f"{MOST_UNREAD} adapters are being read already, and their disk does not answer")
-        thread = ModelThread("adapter")
+        thread = self._new_thread("adapter")
         reading = thread.call(lambda: self._adapters.read(path))
         thread.stop(timeout_s=0.0)  # when it has read
         self._unread.append(reading)

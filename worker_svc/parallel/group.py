@@ -26,13 +26,14 @@ from octavo.shared.ports import is_loopback
 from protos import ranks_pb2
 from worker_svc.errors import GroupError, StartupError
 from worker_svc.parallel.layout import Layout
+from worker_svc.parallel.meeting import join_meeting
 from worker_svc.parallel.membership import Membership
 from worker_svc.parallel.process_ranks import ProcessRanks
 from worker_svc.parallel.process_stages import ProcessStages
 from worker_svc.parallel.ranks import OnlyRank, Ranks
 from worker_svc.parallel.stages import OnlyStage, Stages
 from worker_svc.parallel.step_channel import GroupChannel, StepChannel
-from worker_svc.parallel.watch import BEAT_S, Watch, count_key
+from worker_svc.parallel.watch import BEAT_S, Watch
 
 log = structlog.get_logger()
 
@@ -166,10 +167,9 @@ def meet(
     watch: Watch | None = None
     try:
         has_store = member.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun
-        store = _store(member, is_master=has_store)
-        store.set(count_key(member.rank), "0")
-        store.wait([count_key(rank) for rank in range(member.size)], timedelta(seconds=MEETING_S))
-        watch = Watch(_store(member, is_master=False), member.rank, member.size, end_process or end_group)
+        store, name = join_meeting(_store(member, is_master=has_store), member.rank, member.size, MEETING_S)
+        watched = PrefixStore(name, _store(member, is_master=False))
+        watch = Watch(watched, member.rank, member.size, end_process or end_group)
         watch.start()  # what follows waits for ever for a rank that ends
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=member.rank, world_size=member.size, timeout=_FOR_EVER)
@@ -222,12 +222,9 @@ def end_group(why: str) -> None:
     os._exit(1)
 
 
-def _store(member: Membership, *, is_master: bool) -> PrefixStore:
-    """A connection to where the ranks meet; the master has it in this process.
-
-    Where torchrun has it, it outlives the ranks that torchrun starts anew: nothing of an earlier attempt is theirs.
-    """
-    store = TCPStore(
+def _store(member: Membership, *, is_master: bool) -> TCPStore:
+    """A connection to where the ranks meet; the master has it in this process."""
+    return TCPStore(
         member.address,
         member.port,
         None,
@@ -236,7 +233,6 @@ def _store(member: Membership, *, is_master: bool) -> PrefixStore:
         wait_for_workers=False,
         master_listen_fd=_listener(member) if is_master and is_loopback(member.address) else None,
     )
-    return PrefixStore(f"octavo/attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _listener(member: Membership) -> int:

@@ -361,7 +361,7 @@ class Worker:
     def _read_on_all_ranks(self, path: str, adapter: Adapter | None = None) -> Adapter:
         if self._reading is None:
             assert self._runner.adapters is not None and self._group is not None
-            self._reading = ReadingOnRanks(self._group, self._runner.adapters)
+            self._reading = ReadingOnRanks(self._group, self._runner.adapters, self._new_thread)
         return self._reading.read(path, adapter)
 
     def _begin_reading(self, request: worker_pb2.LoadAdapterRequest) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import ssl
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class _Read:
     key: bytes
     client_ca: bytes | None
     context: ssl.SSLContext
-    read_s: float  # since 1970, as sessions have it
+    trusted_since_s: float = 0.0  # since 1970, as sessions have it: since when `client_ca` is what it is
 
     def configuration(self) -> grpc.ServerCertificateConfiguration:
         """The same for gRPC."""
@@ -59,7 +59,8 @@ class ServerTls:
     def __init__(self, files: TlsFiles, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises TlsError."""
         self._files = files
-        self._read_files = WatchedFiles("certificates", files.all, lambda: _read(files), clock)
+        self._last: _Read | None = None
+        self._read_files = WatchedFiles("certificates", files.all, self._read, clock)
 
     @property
     def num_failures(self) -> int:
@@ -80,6 +81,15 @@ class ServerTls:
 
         return grpc.dynamic_ssl_server_credentials(shown.configuration(), newest, self._files.client_ca is not None)
 
+    def _read(self) -> _Read:
+        """The first authorities have no time: keys of sessions from before this process are gone."""
+        read, last = _read(self._files), self._last
+        if last is not None:
+            is_same = read.client_ca == last.client_ca
+            read = replace(read, trusted_since_s=last.trusted_since_s if is_same else time.time())
+        self._last = read
+        return read
+
     def context(self) -> ssl.SSLContext:
         """For any other server; after `look_again` it shows new certificates, and asks for those of new authorities."""
         context = _context(self._files)
@@ -90,7 +100,7 @@ class ServerTls:
             newest = self._read_files.content
             connection.context = newest.context
             session = connection.session if newest.client_ca is not None and connection.session_reused else None
-            if session is not None and session.time <= newest.read_s:  # nobody looks at its certificate again
+            if session is not None and session.time <= newest.trusted_since_s:  # nobody looks at its certificate again
                 return ssl.ALERT_DESCRIPTION_CERTIFICATE_UNKNOWN
             return None
 
@@ -162,7 +172,7 @@ def _read(files: TlsFiles) -> _Read:
     """Raises TlsError."""
     cert, key = _bytes_of(files.cert), _bytes_of(files.key)
     client_ca = None if files.client_ca is None else _bytes_of(files.client_ca)
-    return _Read(cert, key, client_ca, _try_on_each_other(files)[0], time.time())
+    return _Read(cert, key, client_ca, _try_on_each_other(files)[0])
 
 
 def _bytes_of(path: Path) -> bytes:
