@@ -179,7 +179,8 @@ async def test_a_group_that_moves_is_offered_ever_more_rarely_until_its_adapter_
 @pytest.mark.parametrize("where", ["before a shard has it", "at a shard that refuses it", "at a shard that is lost"])
 async def test_a_request_that_is_aborted_on_its_way_ends_there(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """The parent tells of an abort right behind its answer to the claim, and does not know where the request is."""
-    group = SequenceGroup("r", [1], pb.SamplingParams(), max_num_tokens=9, arrival_ns=0, output=(reader := Reader()))
+    group = group_of()
+    reader = group.output
     chosen, submitted, aborted = list[ShardLink](), list[ShardLink](), list[SequenceGroup]()
 
     def choose(_: SequenceGroup, asked: set[ShardLink]) -> ShardLink | None:
@@ -197,13 +198,7 @@ async def test_a_request_that_is_aborted_on_its_way_ends_there(monkeypatch: pyte
             assert core._abort_here(group)
             raise QueueFull("full", retry_after_s=1.0)
 
-    async with grpc.aio.insecure_channel("unix:/nowhere") as channel, asyncio.timeout(20):
-        mailboxes = Mailboxes(asyncio.get_running_loop())
-        core = ShardedCore(channel, mailboxes, num_shards=2, wait_timeout_s=20.0, max_losses=3)
-        shards = [
-            ShardLink(channel, mailboxes, index, core._table, core._drawn, core._shared_models, core._on_group_ended)
-            for index in range(2)
-        ]
+    async with two_shards() as (core, shards):
         monkeypatch.setattr(core._front, "claim", claim)
         monkeypatch.setattr(core, "_choose", choose)
         monkeypatch.setattr(ShardLink, "submit", submit)
