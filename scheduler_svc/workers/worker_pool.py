@@ -300,7 +300,6 @@ class WorkerPool:
 
     def _forget(self, fingerprint: str) -> None:
         del self._empty_since_s[fingerprint]
-        self._metrics.forget(fingerprint)
         known = (each for each in self.models.known if each.model.fingerprint != fingerprint)
         self.models = replace(self.models, known=tuple(known))
         log.info("model is forgotten", fingerprint=fingerprint, others=self.models.names)

@@ -17,6 +17,7 @@ from scheduler_svc.api.metrics_exporter import EngineCollector
 from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.metrics.histogram import Histogram
+from scheduler_svc.engine.metrics.metrics import Metrics
 from scheduler_svc.engine.metrics.model_metrics import MAX_NAMES, ModelMetrics
 from scheduler_svc.errors import QueueFull, UnknownName
 from tests.fakes import FakeWorker
@@ -176,7 +177,6 @@ def test_each_model_by_its_name_revisions_together_and_what_was_counted_stays() 
                 loop.answer(links[worker.model])
         loop.turn()
     loop.engine.submit(loop.group("waits", model="4"))
-    loop.engine.metrics.forget("1")
     loop.engine.worker_lost(links["2"], "gone")
     loop.turn()
     samples = read(loop.engine)
@@ -195,9 +195,27 @@ def test_models_names_do_not_grow_without_end() -> None:
     for number in range(MAX_NAMES + 9):
         metrics.introduce(str(number), f"model {number}")
         metrics.of(str(number)).num_generation_tokens += 1
-        metrics.forget(str(number))
     assert len(metrics.by_name()) == MAX_NAMES + 1 and metrics.by_name()["others"].num_generation_tokens == 9
     assert metrics.total().num_generation_tokens == MAX_NAMES + 9
+
+
+def test_what_is_of_no_model_is_told_once_something_was_counted() -> None:
+    metrics = ModelMetrics(counts_prefixes=True)
+    assert list(metrics.by_name()) == [""]
+    metrics.introduce("1", "a")
+    assert list(metrics.by_name()) == ["a"]
+    for count in ("num_worker_losses", "num_finished", "e2e_request_latency_s", "phase_s"):
+        nameless = metrics._by_name[""] = Metrics(counts_prefixes=True)
+        assert not nameless.has_counted()
+        if count == "num_worker_losses":
+            nameless.num_worker_losses += 1
+        elif count == "num_finished":
+            nameless.num_finished[FinishReason.ERROR] += 1
+        elif count == "phase_s":
+            nameless.phase_s["schedule"] = Histogram([1.0])
+        else:
+            nameless.e2e_request_latency_s.observe(0.1)
+        assert list(metrics.by_name()) == ["", "a"], count
 
 
 def _plan() -> Any:

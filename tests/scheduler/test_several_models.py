@@ -25,6 +25,7 @@ from scheduler_svc.text.tokenizer import Tokenizer
 from scheduler_svc.workers import worker_client
 from tests.fakes import FakeWorker, spell
 from tests.scheduler.hashed_tokens import hashed_after
+from tests.scheduler.test_metrics import read
 
 DEADLINE_S = 60.0
 
@@ -236,6 +237,22 @@ def test_a_model_without_workers_is_waited_for_and_then_unknown() -> None:
             pool.submit("late", model="b")
         pool.submit("other", model="a")
         assert pool.finish("other") == ["stays"]
+
+
+def test_errors_of_a_models_outage_are_counted_under_its_name() -> None:
+    with FakeWorker(model="a", model_hash="a") as stays, a_pool(stays, worker_wait_timeout=1.5) as pool:
+        with FakeWorker(model="b", model_hash="b") as goes:
+            pool.add(goes)
+        pool.wait(lambda: _names(pool.models) == [("a", 1, 0), ("b", 0, 0)])
+        pool.submit("in vain", model="b")
+        pool.serving.pool._forget_after_s = 0.0  # the model is forgotten while the request waits, as any that came late
+        assert _names(pool.models) == [("a", 1, 0)]
+        assert read(pool.serving.engine)["octavo:num_requests_waiting b"] == 1
+        pool.wait(lambda: "in vain" in pool.ends)
+        assert pool.ends["in vain"].finish_reason == pb.FINISH_REASON_ERROR
+        samples = read(pool.serving.engine)
+        assert samples["octavo:request_success_total error b"] == 1
+        assert samples["octavo:request_success_total error a"] == 0
 
 
 def test_no_model_is_forgotten_while_all_workers_are_lost() -> None:

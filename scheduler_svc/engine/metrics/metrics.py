@@ -130,6 +130,19 @@ class Metrics:
             elif not isinstance(mine, bool):
                 setattr(self, name, mine + value)
 
+    def has_counted(self) -> bool:
+        """Whether anything is other than zero."""
+        for value in vars(self).values():
+            if isinstance(value, Histogram):
+                has_counted = bool(value.counts.any())
+            elif isinstance(value, Counter):
+                has_counted = any(list(value.values()))
+            else:
+                has_counted = bool(value) and not isinstance(value, bool)
+            if has_counted:
+                return True
+        return False
+
     def ended(self, group: SequenceGroup, reason: FinishReason, now_ns: int) -> None:
         """All outputs of a request have ended, the last of them with `reason`."""
         self.num_finished[reason] += 1

@@ -29,6 +29,8 @@ _REJECTIONS: dict[type[RequestRefused], str] = {
 class ModelMetrics:
     """Models are named before anything of theirs is counted; what is of none has the name "".
 
+    They are named for good: the pool forgets a model whose requests still wait for a worker, and end later.
+
     Attributes:
         num_over_limit: requests refused by a limit of their tenant, by tenant and limit.
         num_rejected: requests that were not admitted, by reason: most before it was known which model they are for.
@@ -37,7 +39,7 @@ class ModelMetrics:
     def __init__(self, counts_prefixes: bool) -> None:
         self._counts_prefixes = counts_prefixes
         self._by_name: dict[str, Metrics] = {"": Metrics(counts_prefixes)}
-        self._names: dict[str, str] = {}  # by fingerprint
+        self._names: dict[str, str] = {}  # by fingerprint; as few as there have been revisions
         self.num_over_limit: Counter[tuple[str, str]] = Counter({(OTHER_TENANTS, limit): 0 for limit in _REFUSING})
         self.num_rejected: Counter[str] = Counter({reason: 0 for reason in (*_REJECTIONS.values(), "unsupported")})
 
@@ -48,10 +50,6 @@ class ModelMetrics:
         self._by_name.setdefault(name, Metrics(self._counts_prefixes))
         self._names[fingerprint] = name
 
-    def forget(self, fingerprint: str) -> None:
-        """What was counted under its name stays."""
-        self._names.pop(fingerprint, None)
-
     def name_of(self, fingerprint: str) -> str:
         """Empty for a model that was never introduced."""
         return self._names.get(fingerprint, "")
@@ -61,9 +59,11 @@ class ModelMetrics:
         return self._by_name[self._names.get(fingerprint, "")]
 
     def by_name(self) -> dict[str, Metrics]:
-        """That of no model only while there is no other."""
-        named = {name: metrics for name, metrics in list(self._by_name.items()) if name}
-        return named or dict(self._by_name)
+        """That of no model only while there is no other, or once it has counted something."""
+        found = dict(self._by_name)
+        if len(found) > 1 and not found[""].has_counted():
+            del found[""]
+        return found
 
     def total(self) -> Metrics:
         """Of all models together, as they are now."""
