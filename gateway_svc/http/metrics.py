@@ -16,6 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # of the library: where the processes keep their numbers
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 CLIENT_GONE = 499  # as nginx writes it: nobody was left to be told
+FAILED = 500  # by a fault of the gateway's own
 
 
 @dataclass(slots=True)
@@ -50,6 +51,9 @@ class GatewayMetrics:
         self._open.inc()
         try:
             yield told
+        except Exception:  # what was foreseen is answered within
+            told.status = FAILED
+            raise
         finally:
             self._open.dec()
             self._requests.labels(path, str(told.status)).inc()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from gateway_svc.http.metrics import CLIENT_GONE, Told
+from gateway_svc.http.metrics import CLIENT_GONE, FAILED, Told
 from octavo.client import Metadata
 from octavo.shared.tracing.context import TRACEPARENT, TRACESTATE, of_fields
 from octavo.shared.tracing.span import Attribute, Kind, Span
@@ -69,6 +69,9 @@ def ending(trace: ServerTrace | None, told: Told) -> Iterator[None]:
     """The request is answered within."""
     try:
         yield
+    except Exception:  # as the metrics have it, which are told later
+        told.status = FAILED
+        raise
     finally:
         if trace is not None:
             trace.end(told)

@@ -9,7 +9,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,11 +24,16 @@ from openai import AsyncOpenAI, OpenAI
 from openai.types import Completion
 
 from gateway_svc.config import GatewayConfig
+from gateway_svc.http import app
+from gateway_svc.http.metrics import GatewayMetrics
+from gateway_svc.http.server_trace import ServerTrace, ending
 from octavo.calls import lingering_call
 from octavo.cli import main
 from octavo.retrying import RetryPolicy, Waiting
 from octavo.shared.connections import allow_open_files
 from octavo.shared.few_lines import LINES_PER_S
+from octavo.shared.tracing.span import Span
+from octavo.shared.tracing.tracer import Tracer
 from protos import inference_pb2 as pb
 from tests.gateway.running import Gateway, gateway
 from tests.gateway.shapes import events, strictly
@@ -179,6 +184,45 @@ def test_metrics_count_what_was_answered(fake: Any, server: FakeServer) -> None:
         "octavo:http_requests_open 0.0",
     ):
         assert line in told.splitlines(), told
+
+
+def test_a_fault_of_the_gateways_own_is_no_client_that_went(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(fields: Any) -> Any:
+        raise KeyError("of the gateway's own")
+
+    async def ask(*_: Any) -> Any:
+        raise KeyError("of the gateway's own")
+
+    monkeypatch.setitem(app._GENERATING, COMPLETIONS, (read, app._GENERATING[COMPLETIONS][1]))
+    monkeypatch.setitem(app._ASKING, "/tokenize", ("POST", ask))
+    with gateway(server.address) as alone:
+        assert alone.post(COMPLETIONS, GREEDY)[0] == alone.post("/tokenize", {"prompt": "hello"})[0] == 500
+        told = alone.metrics()[2].splitlines()
+    for path in (COMPLETIONS, "/tokenize"):
+        assert f'octavo:http_requests_total{{path="{path}",status="500"}} 1.0' in told
+    assert not [line for line in told if 'status="499"' in line]
+
+
+def test_the_trace_of_a_fault_has_its_status_too() -> None:
+    spans: list[Span] = []
+
+    class Exporter:
+        def export(self, batch: Sequence[Span]) -> str:
+            spans.extend(batch)
+            return ""
+
+        def close(self) -> None:
+            pass
+
+    tracer = Tracer(1.0, Exporter)
+    with pytest.raises(KeyError), GatewayMetrics().request(COMPLETIONS) as told:
+        trace = ServerTrace(tracer, (), COMPLETIONS)
+        with ending(trace, told):
+            raise KeyError("of the gateway's own")
+    tracer.close(flush_s=60.0)
+    assert [span.error for span in spans] == ["500"]
 
 
 # ---- losses are pauses ----
