@@ -30,6 +30,9 @@ _SHARED_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     *_SHARED_OPTIONS,
+    # What ends a connection, a minute by default: a server that is stopped or cut off is found within 15 s. One that is
+    # busy answers, as below; the 5 s are for a machine that swaps.
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.enable_retries", 0),  # a step or a generation sent twice is not the same as sent once
     ("grpc.enable_http_proxy", 0),  # `http_proxy` counts for loopback too, and its host would read keys and tokens
 )
@@ -47,7 +50,7 @@ PING_TIMEOUT_MS = 1_500
 _PINGED = {
     "grpc.keepalive_time_ms": PING_INTERVAL_MS,
     "grpc.keepalive_timeout_ms": PING_TIMEOUT_MS,
-    "grpc.http2.ping_timeout_ms": PING_TIMEOUT_MS,  # the one that ends a connection; a minute by default
+    "grpc.http2.ping_timeout_ms": PING_TIMEOUT_MS,
 }
 MAX_WORKER_CONNECTIONS = 256
 # Of one step: 8 bytes for each logprob, with --max-logprobs -1 of the whole vocabulary. 256 samples of 262,144 tokens

@@ -1,4 +1,4 @@
-"""Schedulers are killed under their clients: each request goes on by itself, at the one that comes next or another.
+"""Schedulers are killed or stopped under their clients: each request goes on by itself, at the next one or another.
 
 32 requests of every kind at once, over two workers: one scheduler that comes back, two that share the workers, and one
 that stands by. Every token is that of the undisturbed run.
@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from http.client import HTTPResponse
 from typing import Any
 
 import pytest
@@ -22,6 +26,7 @@ from octavo.retrying import RetryPolicy
 from octavo.shared.ports import free_port
 from tests.chaos.worker_process import WorkerProcess
 from tests.forkserver import WITHOUT_TORCH, ForkedCommand
+from tests.gateway.running import gateway
 from tests.tiny_models import make_tiny_llama
 from tests.waiting import wait_until
 
@@ -30,6 +35,7 @@ MAX_TOKENS = 52
 NUM_CACHED = 1_024  # tokens: whole blocks
 READY_WITHIN_S = 60.0
 TIMEOUT_S = 120.0
+STOPPED_S = 60.0  # for all of a run in which a scheduler is stopped, which is found after 15 s; gRPC's own are 70 s
 SIZES = ("--kv-cache-memory=0.05", "--block-size=8", "--max-num-seqs=24", "--max-num-batched-tokens=128")
 ONCE = RetryPolicy(window_s=0.0)
 
@@ -46,6 +52,13 @@ class Scheduler:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+
+    def stop(self) -> None:
+        """It is there, and does nothing."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def come_back(self) -> None:
         self._process = ForkedCommand(self._arguments, missing=WITHOUT_TORCH)
@@ -73,6 +86,7 @@ class Scheduler:
         wait_until(lambda: self.num_workers() == count, f"{count} workers at {self.address}", READY_WITHIN_S)
 
     def end(self) -> None:
+        self.go_on()
         self._process.terminate()
         self._process.wait(30)
 
@@ -238,6 +252,36 @@ def test_every_request_is_finished_by_the_other_of_two(
     start: Callable[..., Scheduler], undisturbed: list[Read]
 ) -> None:
     _check_one_of_two(start, undisturbed, seed=1)
+
+
+def test_every_request_is_finished_by_the_other_where_one_is_stopped(
+    start: Callable[..., Scheduler], undisturbed: list[Read]
+) -> None:
+    """Also those of a gateway. Its connections are open, and only pings find that nobody is there."""
+    options = ("--worker-quota=1", "--takeover-after=1")
+    one, other = start(*options), start(*options)
+    one.wait_for_workers(1)
+    other.wait_for_workers(1)
+    asked = {"prompt": "Zwölf", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    with gateway(f"{one.address},{other.address}", RetryPolicy(window_s=TIMEOUT_S)) as http, ExitStack() as stack:
+        answers: list[HTTPResponse] = []
+        events: list[bytes] = []
+
+        def stop() -> None:
+            answers.append(stack.enter_context(http.streaming("/v1/completions", asked)))
+            events.append(answers[0].readline())
+            one.stop()
+
+        began_s = time.monotonic()
+        _check(asyncio.run(_run([one.address, other.address], stop, _moment(undisturbed, 10))), undisturbed)
+        events += answers[0].readlines()
+        assert time.monotonic() - began_s < STOPPED_S
+        texts = [json.loads(event[6:])["choices"][0]["text"] for event in events if event.startswith(b"data: {")]
+        assert "".join(texts) == http.post("/v1/completions", asked)[1]["choices"][0]["text"]
+    other.wait_for_workers(2)
+    one.go_on()
+    one.wait_for_workers(1)
+    other.wait_for_workers(1)
 
 
 def _check_standby(start: Callable[..., Scheduler], undisturbed: list[Read], seed: int) -> None:
