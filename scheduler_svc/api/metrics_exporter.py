@@ -88,6 +88,7 @@ class EngineCollector(Collector):
         models = self._metrics.by_name()
         for name, attribute, text in (
             ("time_to_first_token_seconds", "time_to_first_token_s", "From arrival to the first token"),
+            ("aborted_wait_seconds", "aborted_wait_s", "From arrival to the end, if aborted before the first token"),
             ("inter_token_latency_seconds", "inter_token_latency_s", "Between two tokens of an output"),
             ("e2e_request_latency_seconds", "e2e_request_latency_s", "From arrival to the end"),
             ("request_queue_time_seconds", "request_queue_time_s", "From arrival to the first step"),

@@ -43,6 +43,7 @@ NAMES = {  # as dashboards know them; counters carry `_total` in the text
     "octavo:worker_losses",
     "octavo:requests_resumed",
     "octavo:time_to_first_token_seconds",
+    "octavo:aborted_wait_seconds",
     "octavo:inter_token_latency_seconds",
     "octavo:e2e_request_latency_seconds",
     "octavo:request_queue_time_seconds",
@@ -197,6 +198,30 @@ def test_models_names_do_not_grow_without_end() -> None:
         metrics.of(str(number)).num_generation_tokens += 1
     assert len(metrics.by_name()) == MAX_NAMES + 1 and metrics.by_name()["others"].num_generation_tokens == 9
     assert metrics.total().num_generation_tokens == MAX_NAMES + 9
+
+
+def test_requests_that_are_given_up_before_their_first_token_are_told_by_how_long_they_waited() -> None:
+    now_ns = 0
+    loop = Loop(clock=lambda: now_ns)
+    link = loop.join(max_num_seqs=1)
+    loop.submit("runs", "waits", "waits, too", "never ends")
+    for _ in range(2):
+        loop.turn()
+        loop.answer(link)
+    now_ns = 1_200_000_000
+    assert loop.engine.abort("waits")
+    loop.turn()
+    now_ns = 30_000_000_000
+    for request_id in ("waits, too", "runs"):
+        assert loop.engine.abort(request_id)
+        loop.turn()
+    samples = read(loop.engine)
+    assert samples["octavo:request_success_total abort"] == 3
+    assert samples["octavo:time_to_first_token_seconds_count"] == 1
+    assert samples["octavo:aborted_wait_seconds_count"] == 2, "one had begun, and one still waits"
+    assert samples["octavo:aborted_wait_seconds_bucket 1"] == 0
+    assert samples["octavo:aborted_wait_seconds_bucket 2.5"] == 1
+    assert samples["octavo:aborted_wait_seconds_sum"] == pytest.approx(31.2)
 
 
 def test_what_is_of_no_model_is_told_once_something_was_counted() -> None:

@@ -36,6 +36,7 @@ class Metrics:
             have begun; looking again after a preemption does not count.
         num_prefill_tokens: known tokens that were computed, again ones included, cached ones not.
         num_resumed: admitted requests that brought tokens of an earlier life.
+        aborted_wait_s: from arrival to the end, of requests that were aborted before their first token.
         phase_s: seconds a step spent in each of its phases, by phase.
     """
 
@@ -47,6 +48,7 @@ class Metrics:
         self.num_prompt_tokens = self.num_prefill_tokens = self.num_generation_tokens = 0
         self.num_worker_losses = self.num_resumed = 0
         self.time_to_first_token_s = Histogram(_FIRST_TOKEN_S)
+        self.aborted_wait_s = Histogram(_FIRST_TOKEN_S)
         self.inter_token_latency_s = Histogram(_BETWEEN_TOKENS_S)
         self.e2e_request_latency_s = Histogram(_REQUEST_S)
         self.request_queue_time_s = Histogram(_REQUEST_S)
@@ -153,6 +155,10 @@ class Metrics:
         if group.trace is not None:
             self.e2e_request_latency_s.exemplify(whole_s, group.trace.context)
             self.request_queue_time_s.exemplify(queued_s, group.trace.context)
+        if reason is FinishReason.ABORT and group.first_token_ns is None:
+            self.aborted_wait_s.observe(whole_s)
+            if group.trace is not None:
+                self.aborted_wait_s.exemplify(whole_s, group.trace.context)
         self.request_prompt_tokens.observe(group.num_prompt_tokens)
         num_tokens = sum(sequence.num_tokens - group.num_prompt_tokens for sequence in group.sequences)
         self.request_generation_tokens.observe(num_tokens)
