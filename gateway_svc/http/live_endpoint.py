@@ -41,7 +41,7 @@ class LiveEndpoint:
                 if scope["method"] != "GET":  # HEAD, whose answer would never end
                     raise HttpError(405, "GET is answered", code="method_not_allowed", headers=(("allow", "GET"),))
                 key = [field for field in service.schedulers.metadata(headers.raw) if field[0] == "authorization"]
-                stream = EventStream(send, {})
+                stream = EventStream(send, {"x-comment-interval": str(service.silence_s)})  # by it a page knows silence
                 async with (
                     while_connected(receive),
                     stream.kept_alive(service.silence_s),

@@ -6,12 +6,17 @@ use, `+` more of them, `w` withheld from use.
 
 from __future__ import annotations
 
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from hashlib import blake2b
 from typing import Any
 
 from protos import inference_pb2 as pb
 
 FREE, CACHED, MANY, WITHHELD = ".", "c", "+", "w"
 MAX_REQUESTS, MAX_BLOCKS = 32, 4096  # of all requests, and of each pool
+_SECRET = secrets.token_bytes(16)  # of this process: without it nobody can try which tenant makes which key
 
 
 def frame(view: pb.View, steps: dict[str, Any]) -> dict[str, Any]:
@@ -26,7 +31,9 @@ def frame(view: pb.View, steps: dict[str, Any]) -> dict[str, Any]:
         "waiting_tokens": view.load.num_tokens_waiting,
         "steps": steps,
         "workers": [_worker(worker, pools.get(worker.address, [])) for worker in view.load.workers],
-        "requests": [_request(request) for request in view.requests],
+        "requests": [
+            {"key": key, **_request(request)} for key, request in zip(_keys(view.requests), view.requests, strict=True)
+        ],
         "more_requests": view.has_more_requests,
     }
 
@@ -59,6 +66,17 @@ def _pool(pool: pb.BlockPool) -> dict[str, Any]:
         "to_withhold": pool.num_to_withhold,
         "max_withheld": pool.max_withheld,
     }
+
+
+def _keys(requests: Iterable[pb.RequestState]) -> Iterator[str]:
+    """Of each request one that no other of the frame has, and that it keeps. Ids are unique per tenant only; and for a
+    moment two of one tenant have the same, where one has ended and the next has come."""
+    seen: Counter[str] = Counter()
+    for request in requests:
+        owned = f"{request.tenant}\0{request.request_id}".encode()
+        name = blake2b(owned, key=_SECRET, digest_size=8).hexdigest()
+        seen[name] += 1
+        yield f"{name}-{seen[name]}"
 
 
 def _request(request: pb.RequestState) -> dict[str, Any]:

@@ -6,6 +6,7 @@ const DOUBTS = [0.9, 0.6, 0.3, 0.1]; // below which probability the ground is st
 let count = 0;
 
 export class Answer {
+  isEnded = false;
   #tokens = []; #active = -1; #list; #spoken; #title; #name; #show;
 
   // show: (token) => void, of the one that is active.
@@ -17,7 +18,7 @@ export class Answer {
     this.#spoken = element("p", { class: "spoken", "aria-live": "polite" });
     this.root = element("article", { class: "answer", "aria-label": name }, this.#title, this.#list, this.#spoken);
     this.#list.addEventListener("keydown", (event) => this.#onKey(event));
-    this.#list.addEventListener("focus", () => this.#tokens.length && this.#activate(Math.max(this.#active, 0)));
+    this.#list.addEventListener("focus", () => this.#tokens.length && this.#goTo(Math.max(this.#active, 0)));
     this.#list.addEventListener("pointerover", (event) => {
       const place = this.#tokens.findIndex((token) => token.shown === event.target);
       if (place >= 0) this.#activate(place);
@@ -38,6 +39,7 @@ export class Answer {
 
   // The text is read out once, when it is whole: in parts nobody could follow it.
   end(why) {
+    this.isEnded = true;
     setText(this.#title, `${this.#name}: ${this.#tokens.length} tokens, ${why}`);
     setText(this.#spoken, this.#tokens.map((token) => token.text).join(""));
   }
@@ -47,7 +49,13 @@ export class Answer {
     const goes = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, Home: -last, End: last }[event.key];
     if (goes === undefined || last < 0) return;
     event.preventDefault();
-    this.#activate(Math.min(Math.max(this.#active + goes, 0), last));
+    this.#goTo(Math.min(Math.max(this.#active + goes, 0), last));
+  }
+
+  // By keys: the focus stays at the list, so no browser brings the token into sight by itself.
+  #goTo(place) {
+    this.#activate(place);
+    this.#tokens[place].shown.scrollIntoView({ block: "nearest" });
   }
 
   #activate(place) {

@@ -1,4 +1,5 @@
 // OpenAI's API of the server that this page came from.
+import { Silence } from "./silence.js";
 
 export async function listModels(key) {
   const response = await fetch("/v1/models", { headers: headers(key) });
@@ -24,11 +25,18 @@ export async function* generate(path, body, key, signal) {
   throw new Error("the stream ended before the answer did");
 }
 
-// What comes of a stream of events without an end, until the signal or the server ends it. Throws an Error with `status`.
+// What comes of a stream of events without an end, until the signal or the server ends it. Throws an Error, of a refusal
+// with `status`; also where nothing at all comes for so long that the connection must be dead.
 export async function* follow(path, key, signal) {
-  const response = await fetch(path, { headers: headers(key), cache: "no-store", signal });
-  if (!response.ok) throw await failure(response);
-  yield* events(response.body);
+  const silence = new Silence();
+  try {
+    const response = await fetch(path, { headers: headers(key), cache: "no-store", signal: AbortSignal.any([signal, silence.signal]) });
+    if (!response.ok) throw await failure(response);
+    silence.expectComments(response.headers.get("x-comment-interval"));
+    yield* events(response.body, () => silence.heard());
+  } finally {
+    silence.stop();
+  }
 }
 
 // Withholds so many blocks of a worker.
@@ -47,8 +55,15 @@ async function post(path, body, key, signal) {
   return response;
 }
 
+// Throws an Error as for a key that the server refuses where no header can carry it, which the server would not know either.
 function headers(key) {
-  return key ? { authorization: `Bearer ${key}` } : {};
+  const given = key ? { authorization: `Bearer ${key}` } : {};
+  try {
+    new Headers(given);
+  } catch {
+    throw Object.assign(new Error("the key has a character that no key has"), { status: 401 });
+  }
+  return given;
 }
 
 async function failure(response) {
@@ -60,13 +75,14 @@ async function failure(response) {
   return Object.assign(new Error(message), { status });
 }
 
-// What follows `data: ` in each event of a stream.
-async function* events(stream) {
+// What follows `data: ` in each event of a stream. heard: () => void, whenever anything comes, comments too.
+async function* events(stream, heard = () => {}) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
   for (;;) {
     const { value, done } = await reader.read();
     if (done) return;
+    heard();
     const parts = (held + value).split("\n\n");
     held = parts.pop();
     for (const part of parts) {

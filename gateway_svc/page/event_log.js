@@ -10,9 +10,9 @@ export class EventLog {
   constructor(list) { this.#list = list; }
 
   take(frame, copies) {
-    const states = new Map(frame.requests.map((request) => [request.id, request]));
-    for (const [id, request] of this.#states ? states : []) {
-      const before = this.#states.get(id);
+    const states = new Map(frame.requests.map((request) => [request.key, request]));
+    for (const [key, request] of this.#states ? states : []) {
+      const before = this.#states.get(key), { id } = request;
       const wasAway = before && WORDS[before.state], isAway = WORDS[request.state];
       if (isAway && !wasAway) this.#add(`${id} ${isAway}`);
       else if (before && request.times_preempted > before.times_preempted) this.#add(`${id} was preempted and came back`);

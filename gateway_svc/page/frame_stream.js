@@ -7,8 +7,8 @@ const REFUSALS = [400, 401, 403]; // asking again with the same key changes noth
 export class FrameStream {
   #running = null; #isPaused = false; #isRefused = false; #key; #told;
 
-  // key: a KeptKey. told: { take: (frame) => void, lost: () => void, refused: (error) => void }: while there is no
-  // connection it is tried again, and after a refusal once there is another key.
+  // key: a KeptKey. told: { begins: () => void, take: (frame) => void, lost: (error?) => void, refused: (error) => void }:
+  // while there is no connection it is tried again, and after a refusal once there is another key.
   constructor(key, told) {
     this.#key = key;
     this.#told = told;
@@ -45,6 +45,8 @@ export class FrameStream {
 
   async #run(signal) {
     while (!signal.aborted) {
+      let problem;
+      this.#told.begins();
       try {
         for await (const data of follow("/live", this.#key.value, signal)) {
           if (!signal.aborted) this.#told.take(JSON.parse(data));
@@ -57,9 +59,10 @@ export class FrameStream {
           this.#told.refused(error);
           return;
         }
+        problem = error;
       }
       if (signal.aborted) return;
-      this.#told.lost();
+      this.#told.lost(problem);
       await new Promise((done) => setTimeout(done, RETRY_MS));
     }
   }

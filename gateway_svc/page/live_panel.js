@@ -10,10 +10,11 @@ import { WorkerCard } from "./worker_card.js";
 
 export class LivePanel {
   #status; #more; #queues; #workers; #requests; #events; #copies = new RecentCopies(); #last = null;
-  #redrawing = null;
+  #redrawing = null; #models = ""; #changed;
 
-  // named: (id) => the element of that id. key: a KeptKey.
-  constructor(named, key) {
+  // named: (id) => the element of that id. key: a KeptKey. changed: () => void, when other models may be served.
+  constructor(named, key, changed) {
+    this.#changed = changed;
     this.#status = named("live-status");
     this.#more = named("more-requests");
     this.#queues = new Queues(named("queues"));
@@ -23,7 +24,8 @@ export class LivePanel {
     const asking = new KeyForm(named("live-key"), key);
     const stream = new FrameStream(key, {
       take: (frame) => this.#take(frame),
-      lost: () => this.#lost(),
+      begins: () => this.#queues.forget(),
+      lost: (error) => this.#lost(error),
       refused: (error) => this.#refused(error, asking),
     });
     const pause = named("pause");
@@ -39,12 +41,17 @@ export class LivePanel {
     if (frame.problem) {
       setText(this.#status, `No news: ${frame.problem}`);
       this.#queues.forget();
+      this.#models = "";
       return;
     }
     setText(this.#status, frame.load_alone ? "The load alone: requests and blocks take a key with role control" : "");
     this.#copies.take(frame.steps);
     this.#events.take(frame, this.#copies.newest);
+    const models = JSON.stringify(frame.workers.map(({ model, state }) => [model, state]));
+    if (models !== this.#models) this.#changed();
+    this.#models = models;
     this.#last = frame;
+    this.#queues.show(frame);
     this.#draw(frame);
   }
 
@@ -52,7 +59,6 @@ export class LivePanel {
     const next = this.#copies.expire();
     clearTimeout(this.#redrawing);
     if (next !== undefined) this.#redrawing = setTimeout(() => this.#draw(this.#last), next);
-    this.#queues.show(frame);
     const cards = this.#workers.update(frame.workers.map((worker) => worker.address));
     const chosen = this.#requests.chosen(frame.requests);
     cards.forEach((card, place) => card.show(frame.workers[place], this.#copies, chosen, frame.demo));
@@ -60,13 +66,13 @@ export class LivePanel {
     setText(this.#more, frame.more_requests ? `The ${frame.requests.length} oldest requests are shown.` : "");
   }
 
-  #lost() {
-    setText(this.#status, "The connection is lost; it is tried again");
-    this.#queues.forget();
+  // error: of a server that answered has its status.
+  #lost(error) {
+    this.#models = "";
+    setText(this.#status, error?.status ? `No news: ${error.message}; it is tried again` : "The connection is lost; it is tried again");
   }
 
   #refused(error, asking) {
-    this.#queues.forget();
     setText(this.#status, error.status === 400 ? `No news: ${error.message}` : "");
     if (error.status !== 400) asking.ask(error);
   }

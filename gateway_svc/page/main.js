@@ -9,5 +9,5 @@ const named = (id) => document.getElementById(id);
 const key = new KeptKey();
 
 startTheme(named("theme"));
-new Playground(key, named("request"), named("stop"), named("request-status"), named("answers"), named("probabilities"));
-if (document.documentElement.dataset.livePanel === "on") new LivePanel(named, key);
+const playground = new Playground(key, named("request"), named("stop"), named("request-status"), named("answers"), named("probabilities"));
+if (document.documentElement.dataset.livePanel === "on") new LivePanel(named, key, () => playground.learnModels());

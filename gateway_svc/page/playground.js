@@ -6,6 +6,7 @@ import { element, setText } from "./elements.js";
 import { Probabilities } from "./probabilities.js";
 import { readRequest, repeated } from "./request_form.js";
 
+const NO_MODELS = "No models: ";
 const ENDS = { stop: "the model ended it", length: "as long as it may be" };
 
 export class Playground {
@@ -30,20 +31,29 @@ export class Playground {
     field.addEventListener("change", () => { key.value = field.value; });
     key.onChange(() => {
       field.value = key.value;
-      this.#learnModels();
+      if (this.#status.classList.contains("error")) this.#say(""); // of the key before
+      this.learnModels();
     });
+    form.elements.model.addEventListener("focus", () => this.learnModels());
     stop.addEventListener("click", () => this.#running?.abort());
-    this.#learnModels();
+    this.learnModels();
   }
 
-  async #learnModels() {
+  // Models come and go while the page is open: asked for again whenever others may be served.
+  async learnModels() {
     try {
-      const names = await listModels(this.#form.elements.key.value);
-      this.#form.elements.model.replaceChildren(...names.map((name) => element("option", { value: name }, name)));
-      if (this.#status.classList.contains("error")) this.#say("");
+      this.#offer(await listModels(this.#form.elements.key.value));
+      if (this.#status.textContent.startsWith(NO_MODELS)) this.#say("");
     } catch (error) {
-      this.#say(`No models: ${error.message}`, true);
+      if (this.#stop.disabled) this.#say(NO_MODELS + error.message, true);
     }
+  }
+
+  // What was chosen stays so while it is there, and a list that is open is left alone where nothing has changed.
+  #offer(names) {
+    const { model } = this.#form.elements, chosen = model.value;
+    if (names.join("\n") === Array.from(model.options, (option) => option.value).join("\n")) return;
+    model.replaceChildren(...names.map((name) => element("option", { value: name, selected: name === chosen }, name)));
   }
 
   async #send() {
@@ -59,6 +69,7 @@ export class Playground {
       end = [summary(usage, (performance.now() - started) / 1000)];
     } catch (error) {
       end = running.signal.aborted ? ["Stopped"] : [error.message, true];
+      if (error.status === 404) this.learnModels(); // the model is not there any more
     }
     if (this.#running !== running) return; // another one has begun
     this.#stop.disabled = true;
@@ -73,14 +84,19 @@ export class Playground {
     }
     const outputs = new Map();
     let usage = null;
-    for await (const chunk of generate(asked.path, asked.body, asked.key, signal)) {
-      usage = chunk.usage ?? usage;
-      for (const choice of chunk.choices) {
-        if (!outputs.has(choice.index)) outputs.set(choice.index, this.#newAnswer(asked, choice.index));
-        const answer = outputs.get(choice.index);
-        tokensOf(choice).forEach((token) => answer.add(token));
-        if (choice.finish_reason) answer.end(ENDS[choice.finish_reason] ?? choice.finish_reason);
+    try {
+      for await (const chunk of generate(asked.path, asked.body, asked.key, signal)) {
+        usage = chunk.usage ?? usage;
+        for (const choice of chunk.choices) {
+          if (!outputs.has(choice.index)) outputs.set(choice.index, this.#newAnswer(asked, choice.index));
+          const answer = outputs.get(choice.index);
+          tokensOf(choice).forEach((token) => answer.add(token));
+          if (choice.finish_reason) answer.end(ENDS[choice.finish_reason] ?? choice.finish_reason);
+        }
       }
+    } catch (error) {
+      for (const answer of outputs.values()) if (!answer.isEnded) answer.end(signal.aborted ? "stopped" : "broken off");
+      throw error;
     }
     return usage;
   }

@@ -3,9 +3,10 @@ import { percent, spelled } from "./drawn_token.js";
 import { element } from "./elements.js";
 
 export class Probabilities {
-  #hint; #table;
+  #section; #hint; #table;
 
   constructor(section) {
+    this.#section = section;
     this.#hint = section.querySelector("p");
     this.#table = section.querySelector("table");
   }
@@ -20,6 +21,8 @@ export class Probabilities {
     }
     const drawn = rows.findIndex(([, logprob]) => logprob === token.logprob);
     this.#table.tBodies[0].replaceChildren(...rows.map(([text, logprob], place) => row(text, logprob, place === drawn)));
+    // It stays at the lower edge of the screen, so a token that is scrolled into sight has to be above it.
+    document.documentElement.style.setProperty("--probabilities-height", `${this.#section.offsetHeight}px`);
   }
 }
 

@@ -25,7 +25,7 @@ export class Queues {
     this.#write("Copied on write", steps.blocks_copied);
   }
 
-  // Sums begin anew with another connection.
+  // Sums begin anew: with another connection, say.
   forget() { this.#past = []; }
 
   #write(name, value) {

@@ -10,25 +10,25 @@ export class RequestTable {
 
   // redraw: () => void, after another request was chosen.
   constructor(body, redraw) {
-    this.#rows = new KeyedChildren(body, (id) => new Row(id, {
-      choose: () => { this.#chosen = this.#chosen === id ? null : id; redraw(); },
-      point: (isOver) => { this.#pointed = isOver ? id : null; redraw(); },
+    this.#rows = new KeyedChildren(body, (key) => new Row({
+      choose: () => { this.#chosen = this.#chosen === key ? null : key; redraw(); },
+      point: (isOver) => { this.#pointed = isOver ? key : null; redraw(); },
     }));
   }
 
   // The blocks of the request that is pointed at or chosen, for the maps.
   chosen(requests) {
-    const request = requests.find((each) => each.id === (this.#pointed ?? this.#chosen));
+    const request = requests.find((each) => each.key === (this.#pointed ?? this.#chosen));
     const blocks = (name) => new Set(request?.sequences.flatMap((sequence) => sequence[name]));
     return { worker: request?.worker, device: blocks("table"), host: blocks("host_table") };
   }
 
   show(frame, copies) {
     const maps = new Map(frame.workers.map((worker) => [worker.address, worker.pools.find((pool) => !pool.on_host)?.blocks ?? ""]));
-    const rows = this.#rows.update(frame.requests.map((request) => request.id));
+    const rows = this.#rows.update(frame.requests.map((request) => request.key));
     rows.forEach((row, place) => {
       const request = frame.requests[place];
-      row.show(request, maps.get(request.worker) ?? "", copies, request.id === this.#chosen);
+      row.show(request, maps.get(request.worker) ?? "", copies, request.key === this.#chosen);
     });
   }
 }
@@ -36,8 +36,8 @@ export class RequestTable {
 class Row {
   #button; #state; #note; #tokens; #blocks; #shown = "";
 
-  constructor(id, { choose, point }) {
-    this.#button = element("button", { type: "button", title: id, "aria-pressed": "false" }, shortened(id));
+  constructor({ choose, point }) {
+    this.#button = element("button", { type: "button", "aria-pressed": "false" });
     this.#button.addEventListener("click", choose);
     this.#state = element("span", { class: "state" });
     this.#note = element("span", { class: "note" });
@@ -49,20 +49,25 @@ class Row {
   }
 
   show(request, map, copies, isChosen) {
+    if (this.#button.title !== request.id) this.#button.title = request.id;
+    setText(this.#button, shortened(request.id));
     this.#button.setAttribute("aria-pressed", String(isChosen));
     this.#state.className = `state ${request.state}`;
     setText(this.#state, `${SIGNS[request.state] ?? ""} ${WORDS[request.state] ?? request.state}`);
     setText(this.#note, note(request));
     setText(this.#tokens, request.sequences.map((sequence) => sequence.tokens).join(", "));
     // Tables are long and mostly the same: drawn again only where something of them has changed.
-    const tables = request.sequences.map((sequence) => [
-      ...sequence.table.map((block) => entry(block, map[block], copies.has(request.worker, block))),
-      ...sequence.host_table.map((block) => ({ text: String(block), kind: "host", label: `host block ${block}` })),
-    ]);
+    const tables = request.sequences.map(({ table, host_table: hostTable }) => {
+      const entries = [
+        ...table.slice(0, MOST_ENTRIES).map((block) => entry(block, map[block], copies.has(request.worker, block))),
+        ...hostTable.slice(0, MOST_ENTRIES).map((block) => ({ text: String(block), kind: "host", label: `host block ${block}` })),
+      ].slice(0, MOST_ENTRIES);
+      return { entries, numMore: table.length + hostTable.length - entries.length };
+    });
     const drawn = JSON.stringify(tables);
     if (drawn === this.#shown) return;
     this.#shown = drawn;
-    this.#blocks.replaceChildren(...tables.map((entries, index) => list(entries, index, tables.length)));
+    this.#blocks.replaceChildren(...tables.map((table, index) => list(table, index, tables.length)));
   }
 }
 
@@ -95,11 +100,11 @@ function entry(block, sign, isCopied) {
   };
 }
 
-function list(entries, index, count) {
+function list({ entries, numMore }, index, count) {
   const made = element("ul", { class: "table", "aria-label": count > 1 ? `Blocks of output ${index + 1}` : "Blocks" });
-  for (const { text, kind, label } of entries.slice(0, MOST_ENTRIES)) {
+  for (const { text, kind, label } of entries) {
     made.append(element("li", { class: kind || undefined, title: label }, text));
   }
-  if (entries.length > MOST_ENTRIES) made.append(element("li", {}, `and ${entries.length - MOST_ENTRIES} more`));
+  if (numMore) made.append(element("li", {}, `and ${numMore} more`));
   return made;
 }

@@ -195,6 +195,17 @@ def test_a_frame_has_blocks_tables_and_states_and_nobody_s_text() -> None:
     assert "secret" not in json.dumps(shown)
 
 
+def test_each_request_has_a_key_of_its_own_that_tells_of_no_tenant() -> None:
+    owned = [("acme", "dup"), ("other", "dup"), ("acme", "x"), ("acme", "dup")]  # the last: one whose id was free again
+    requests = [pb.RequestState(tenant=tenant, request_id=name) for tenant, name in owned]
+    keys, later = (
+        [each["key"] for each in frame(pb.View(requests=some), {})["requests"]] for some in (requests, requests[1:3])
+    )
+    assert len(set(keys)) == 4
+    assert later == keys[1:3], "it is the same in the next frame, whoever has ended"
+    assert not any("acme" in key for key in keys)
+
+
 @pytest.mark.parametrize("num_turns", range(5))
 async def test_who_is_to_stop_as_a_step_comes_stops(num_turns: int) -> None:
     """Or two would look on for one feed, and every second frame were of another count of copies."""

@@ -43,6 +43,7 @@ class FakeControl(pb_grpc.ControlServicer):
         self.num_flushes = 0
         self.withheld: list[tuple[str, int]] = []  # that were asked for
         self.flight_record: list[tuple[int, bytes]] = []
+        self.view = pb.View(load=pb.Load(num_requests_running=3))
         self.adapters: dict[str, float] = {}  # what was left of the time for loading each, in seconds
         self._steps: queue.SimpleQueue[pb.StepSummary] = queue.SimpleQueue()
 
@@ -74,7 +75,7 @@ class FakeControl(pb_grpc.ControlServicer):
         return pb.ControlUnloadAdapterResponse()
 
     def GetView(self, request: pb.GetViewRequest, context: grpc.ServicerContext) -> pb.View:
-        return pb.View(load=pb.Load(num_requests_running=3))
+        return self.view
 
     def DumpFlightRecord(
         self, request: pb.DumpFlightRecordRequest, context: grpc.ServicerContext
@@ -105,6 +106,7 @@ class FakeInference(pb_grpc.InferenceServicer):
         self.token_delay_s = 0.0
         self.num_lost_texts = 0  # the next so many calls of Detokenize are lost
         self.num_listed = 0
+        self.models = [("fake", "aaaa", False), ("fake", "bbbb", True), ("owner/name", "cccc", True)]
         self.cancelled = threading.Event()
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
@@ -172,11 +174,10 @@ class FakeInference(pb_grpc.InferenceServicer):
 
     def ListModels(self, request: pb.ListModelsRequest, context: grpc.ServicerContext) -> pb.ListModelsResponse:
         self.num_listed += 1
-        models = [("fake", "aaaa", False), ("fake", "bbbb", True), ("owner/name", "cccc", True)]
         return pb.ListModelsResponse(
             models=[
                 pb.ModelState(name=name, fingerprint=fingerprint, is_current=is_current, max_model_len=2048)
-                for name, fingerprint, is_current in models
+                for name, fingerprint, is_current in self.models
             ]
         )
 

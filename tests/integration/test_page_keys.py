@@ -101,3 +101,16 @@ def test_a_key_is_asked_for_kept_and_says_what_may_be_seen(page: Page, served: G
 
     write_keys(keys_file, "eyes")
     page.expect(f"{ASKS} && {WHY} === 'The server does not know this key.'")
+
+
+def test_a_key_that_no_header_can_carry_is_one_that_nobody_knows(page: Page) -> None:
+    page.expect(ASKS)
+    asked = num_feeds(page)
+    gives(page, "“key-of-all”")  # as a text processor has it
+    page.expect(f"{WHY} === 'The server does not know this key.' && {ASKS}")
+    assert page.evaluate("document.querySelector('#request-status').textContent") == (
+        "No models: the key has a character that no key has"
+    )
+    time.sleep(2.5)  # in which the feed would have been asked for again
+    assert num_feeds(page) == asked
+    page.expect("document.querySelector('#live-status').textContent === ''")
