@@ -16,6 +16,7 @@ from importlib import import_module
 
 from octavo.shared.command_line import Parser, did_you_mean
 from octavo.shared.options import OptionError
+from octavo.shared.terminal_text import say
 
 COMMANDS = {
     "serve": "a scheduler and workers on this machine, in one command",
@@ -85,9 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.strerror:
             why = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
         elif not _is_expected(error):  # an error of ours: its traceback is needed to mend it
-            traceback.print_exc()
+            say(traceback.format_exc(), sys.stderr, end="")
             why = f"unexpected {type(error).__name__}: {why}"
-        print(f"{prog}: error: {why}", file=sys.stderr)
+        say(f"{prog}: error: {why}", sys.stderr)
         return 1
 
 

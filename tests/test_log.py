@@ -60,6 +60,24 @@ def test_lines_are_text_on_a_terminal_and_tracebacks_show_no_values(monkeypatch:
     assert secret not in text and not text.startswith("{")
 
 
+def test_what_lines_quote_steers_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    monkeypatch.setattr("sys.stderr", stream)
+    log.configure("info")
+    quoted = "\x1b]52;c;eA==\x07\x1b[8m"
+    logger = structlog.get_logger()
+    with structlog.contextvars.bound_contextvars(request_id=quoted):
+        logger.info("request admitted", problem=f"two words {quoted}", exception=f"where\n{quoted}")
+    try:
+        raise RuntimeError(quoted)
+    except RuntimeError:
+        logger.exception("request failed")
+    logging.getLogger("asyncio").error("task was destroyed\n%s", quoted)
+    text = stream.getvalue()
+    assert "\x1b]" not in text and "\x1b[8m" not in text and "\x07" not in text
+    assert text.count("eA==") == 5 and "\nRuntimeError: \\u001b]52" in text and "destroyed\n\\u001b" in text
+
+
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(ValueError, match="'loud' is none of debug, info"):
         log.configure("loud")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.shared.command_line import did_you_mean
+from octavo.shared.terminal_text import say
 
 if TYPE_CHECKING:
     from octavo.chat.conversation import Conversation
@@ -161,4 +162,4 @@ def _value(text: str) -> Any:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+    say(text, sys.stderr)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from octavo.cli import CommandError
 from octavo.shared.options import OptionError
+from octavo.shared.terminal_text import say
 
 if TYPE_CHECKING:
     from octavo.outputs import CompletionOutput, RequestOutput
@@ -35,7 +36,7 @@ def print_json(output: RequestOutput) -> int:
     """Exit code 1 where an output did not end by itself; its error is among what is printed."""
     value = dataclasses.asdict(output)
     try:
-        print(json.dumps(value, ensure_ascii=False))
+        say(json.dumps(value, ensure_ascii=False))
     except UnicodeEncodeError:  # a terminal may not have every character
         print(json.dumps(value))
     return int(any(each.finish_reason in ("error", "abort") for each in output.outputs))
@@ -71,7 +72,7 @@ class Answer:
 
     def _print(self, text: str) -> None:
         self.text += text
-        print(text, end="", flush=True)
+        say(text, end="")
 
     def figures(self) -> str:
         """One line: tokens, seconds, speed."""

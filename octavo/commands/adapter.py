@@ -6,6 +6,7 @@ import argparse
 import json
 
 from octavo.commands.flags import connection
+from octavo.shared.terminal_text import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     with connection.connect(arguments) as client:
         if arguments.action == "list":
             names = list(client.model_info().adapters)
-            print(json.dumps(names) if arguments.json else "\n".join(names) or "none")
+            say(json.dumps(names) if arguments.json else "\n".join(names) or "none")
             return 0
         if arguments.action == "load":
             generation = client.load_adapter(arguments.name, arguments.path)

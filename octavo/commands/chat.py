@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from octavo.commands.flags import connection, sampling
+from octavo.shared.terminal_text import say
 
 if TYPE_CHECKING:
     from octavo.chat.conversation import Conversation
@@ -72,7 +73,7 @@ def _converse(client: Client, params: SamplingParams, arguments: argparse.Namesp
     lengths_and_names = info.max_model_len, arguments.model, arguments.adapter
     conversation = Conversation(client, params, arguments.system, *lengths_and_names)
     commands = ChatCommands(conversation, client, with_figures=arguments.stats)
-    print(f"{info.model} at {arguments.address}. /help says more, /bye leaves.", file=sys.stderr)
+    say(f"{info.model} at {arguments.address}. /help says more, /bye leaves.", sys.stderr)
     with LineReader(commands.names, keeps_history=not arguments.no_history) as reader:
         while not commands.is_over and (line := reader.read()) is not None:
             if question := commands.take(line):
@@ -89,4 +90,4 @@ def _answer(conversation: Conversation, question: str, with_figures: bool) -> No
     except KeyboardInterrupt:
         print()
     except (RequestFailed, CommandError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        say(f"error: {' '.join(str(error).split())}", sys.stderr)

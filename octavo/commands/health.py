@@ -10,6 +10,7 @@ import json
 
 from octavo.commands.flags import connection
 from octavo.shared.options import OptionError
+from octavo.shared.terminal_text import say
 
 SERVING, NOT_SERVING, UNREACHABLE = 0, 1, 3
 READINESS = "octavo.v1.Inference"
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"address": arguments.address, "status": status, "details": details}))
     else:
-        print(f"{arguments.address}: {status}{f': {details}' if details else ''}")
+        say(f"{arguments.address}: {status}{f': {details}' if details else ''}")
     return code
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.commands import model_calibrate
 from octavo.commands.flags import connection
+from octavo.shared.terminal_text import say
 
 if TYPE_CHECKING:
     from octavo.models.catalog import ModelEntry
@@ -116,7 +117,7 @@ def _print_served(model: pb.ModelState) -> None:
     workers = f"{model.num_workers_serving} serving, {model.num_workers_draining} draining"
     marks = ["default"] * model.is_default + ["takes new requests"] * model.is_current
     name = f"{model.name}@{model.fingerprint[:12]}"
-    print(f"{name:<48}{model.max_model_len:>8} tokens  {workers}  {kind}  {', '.join(marks)}".rstrip())
+    say(f"{name:<48}{model.max_model_len:>8} tokens  {workers}  {kind}  {', '.join(marks)}".rstrip())
 
 
 def _find(arguments: argparse.Namespace) -> ModelEntry:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.commands.flags import connection
+from octavo.shared.terminal_text import say
 
 if TYPE_CHECKING:
     from octavo.bench.fleet.replay import Difference, Outcome
@@ -105,10 +106,10 @@ def _show(record: Record, arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(shown))
         return 0
-    print(_about(record))
+    say(_about(record))
     print(f"{'number':>7} {'worker':>6} {'step':>8} {'rows':>5} {'tokens':>6}  decision; what happened before")
     for step in shown:
-        print(_row(step))
+        say(_row(step))
     return 0
 
 
@@ -176,14 +177,14 @@ def _play(record: Record, arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(_as_dict(record, outcome)))
         return 0 if outcome.agrees else 1
-    print(_about(record))
+    say(_about(record))
     for kind, where in dict.fromkeys(outcome.faults):
-        print(f"the replay met a fault: {kind} ({where})")
+        say(f"the replay met a fault: {kind} ({where})")
     if outcome.difference is None:
         print(f"all {outcome.num_same} steps come out the same")
         return 0
     print(f"{outcome.num_same} of {outcome.num_steps} steps come out the same; number {outcome.num_same} does not:")
-    print(side_by_side(outcome.difference))
+    say(side_by_side(outcome.difference))
     sys.stdout.flush()
     return 1
 

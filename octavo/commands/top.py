@@ -45,6 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     from octavo.dashboard.server_watch import ServerWatch
     from octavo.shared.rpc import client_options
 
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may not have every character
     credentials, metadata = connection.credentials(arguments), connection.metadata(arguments)
     options = client_options(arguments.address)
     channel = (
@@ -73,6 +74,7 @@ def _draw(watch: ServerWatch, arguments: argparse.Namespace) -> None:
 
     from octavo.dashboard import keys
     from octavo.dashboard.screen import screen
+    from octavo.shared.terminal_text import harmless
 
     foot = Text(f"\n{_KEYS}", style="dim")
     is_held = hides_requests = False
@@ -89,7 +91,7 @@ def _draw(watch: ServerWatch, arguments: argparse.Namespace) -> None:
                     shown, problem = screen(view, arguments.address), ""
                 except grpc.RpcError as error:  # it may come back
                     problem = _why(arguments, error)
-                live.update(Group(shown, Text(problem, style="red"), foot), refresh=True)
+                live.update(Group(shown, Text(harmless(problem), style="red"), foot), refresh=True)
             left_s = next_look_s - time.monotonic()
             key = keys.pressed(max(left_s, 0.0) if not is_held else arguments.interval)
             if key == "q":

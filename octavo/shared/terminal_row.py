@@ -9,7 +9,7 @@ import sys
 import time
 from typing import TextIO
 
-from octavo.shared.log import is_terminal
+from octavo.shared.terminal_text import is_terminal
 
 MIB, GIB = 1 << 20, 1 << 30
 _WIDTH = 30

@@ -117,6 +117,9 @@ def _check_sizes(request: pb.GenerateRequest, model: ServedModel) -> None:
     for field, most in _MAX_CHARS.items():
         if (got := len(getattr(request, field))) > most:
             raise InvalidRequest(FieldViolation(field, f"got {got} characters; accepted: at most {most}"))
+    if not request.request_id.isprintable():  # it stands in lists, logs and terminals
+        what = f"got {request.request_id!r}; accepted: characters that can be printed"
+        raise InvalidRequest(FieldViolation("request_id", what))
     if request.HasField("truncate_prompt_tokens") and not request.truncate_prompt_tokens:
         raise InvalidRequest(FieldViolation("truncate_prompt_tokens", "got 0; accepted: at least 1"))
     check_prompt_size(request, model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from octavo import Client, SamplingParams
 from octavo.chat.chat_commands import HELP, ChatCommands
 from octavo.chat.conversation import Conversation
 from octavo.chat.line_reader import LineReader
+from protos import inference_pb2 as pb
 from tests.integration.fake_inference import FakeServer, expected_tokens, text_of
 from tests.processes import started
 from tests.terminal import Terminal
@@ -132,6 +134,35 @@ def test_figures_are_switched(chat: Chat) -> None:
     assert chat.commands.with_figures
     chat.type("/stats")
     assert not chat.commands.with_figures
+
+
+HOSTILE = "\x1b]52;c;eA==\x07\x1b[8mhidden\x9b2J\r\n\tGrüße\n"
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_an_answer_steers_no_terminal_and_reaches_a_pipe_as_it_is(command: str) -> None:
+    with FakeServer() as server, Terminal() as terminal:
+        usage = pb.GenerateResponse(usage=pb.Usage(completion_tokens=1), timings=pb.Timings())
+        delta = pb.OutputDelta(text=HOSTILE, token_ids=[1], finish_reason=pb.FINISH_REASON_STOP)
+        admission = pb.GenerateResponse(admission=pb.Admission(num_prompt_tokens=1), model="fake")
+        server.inference.script = [admission, pb.GenerateResponse(outputs=[delta]), usage]
+        line = [sys.executable, "-m", "octavo", command, "Hi", "--address", server.address]
+        piped = subprocess.run(line, cwd=ROOT, capture_output=True, timeout=60)
+        assert piped.stdout == HOSTILE.encode()
+        with started(line, cwd=ROOT, stdin=terminal.inside, stdout=terminal.inside) as process:
+            shown = terminal.wait_for("Grüße\r\n".encode())
+            assert process.wait(20) == 0
+    assert shown == (rb"\u001b]52;c;eA==\u0007\u001b[8mhidden\u009b2J\u000d" + "\r\n\tGrüße\r\n".encode()), (
+        "the terminal itself ends lines with two characters"
+    )
+
+
+def test_an_answer_is_remembered_as_the_model_gave_it(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    delta = pb.OutputDelta(text=HOSTILE, token_ids=[1], finish_reason=pb.FINISH_REASON_STOP)
+    chat.server.inference.script = [pb.GenerateResponse(admission=pb.Admission()), pb.GenerateResponse(outputs=[delta])]
+    chat.server.inference.script += [pb.GenerateResponse(usage=pb.Usage(), timings=pb.Timings())]
+    assert chat.type("one", "two")[1] == ["s", "one", HOSTILE, "two"]
 
 
 def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:

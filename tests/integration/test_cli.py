@@ -26,7 +26,7 @@ from octavo.commands.flags import connection
 from octavo.retrying import Waiting
 from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
-from tests.integration.fake_inference import FakeServer, expected_tokens, text_of
+from tests.integration.fake_inference import FakeInference, FakeServer, expected_tokens, text_of
 from tests.processes import started
 from tests.terminal import Terminal
 
@@ -518,6 +518,25 @@ def test_a_reader_that_leaves_is_no_traceback(server: FakeServer) -> None:
         process.wait(timeout=20)
     assert process.returncode == 141 and err == ""
     assert server.inference.cancelled.wait(20)
+
+
+def test_what_a_server_says_steers_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = "\x1b]52;c;eA==\x07\x9b2J"
+    info = pb.ModelInfo(model=hostile, adapters=[hostile])
+    models = pb.ListModelsResponse(models=[pb.ModelState(name=hostile, fingerprint=hostile)])
+    monkeypatch.setattr(FakeInference, "GetModelInfo", lambda *_: info)
+    monkeypatch.setattr(FakeInference, "ListModels", lambda *_: models)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    lines = {("adapter", "list"): 0, ("model", "list"): 0, ("generate", "hi"): 1, ("chat", "hi"): 1}
+    with FakeServer() as server:
+        server.inference.refusal = (grpc.StatusCode.INVALID_ARGUMENT, hostile, ())
+        for line, code in lines.items():
+            assert main([*line, "--address", server.address]) == code
+            said = "".join(capsys.readouterr())
+            assert r"\u001b]52;c;eA==\u0007" in said and not set(said) & {"\x1b", "\x07", "\x9b"}, line
 
 
 def test_health_exit_codes(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:

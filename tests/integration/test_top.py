@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import sys
 import termios
 import threading
@@ -208,6 +210,100 @@ def test_what_the_tables_say_of_requests() -> None:
         request.sequences.add(num_tokens=num_tokens, num_cached_tokens=64)
     line = row(text_of(View(pb.ServerInfo(), pb.Load(), [request])), "rrr")
     assert len(line[0]) == 36 and line[1:] == ["swapped", "w:1", "m", "1,200", "17", "64", "3", "1", "1:01"]
+
+
+HOSTILE = "\x1b]52;c;eA==\x07\x1b[2J\n[/]m[link=http://evil]click"
+SPELT_OUT = r"\u001b]52;c;eA==\u0007\u001b[2J\u000a[/]m[link=http://evil]click"
+
+
+def hostile_view() -> View:
+    """All words that others choose are hostile."""
+    worker = pb.WorkerState(address=HOSTILE, model=HOSTILE, problem=HOSTILE, adapters=[HOSTILE])
+    model = pb.ModelLoad(name=HOSTILE, fingerprint=HOSTILE)
+    request = pb.RequestState(request_id=HOSTILE, worker=HOSTILE, model=HOSTILE)
+    return View(pb.ServerInfo(version=HOSTILE), pb.Load(workers=[worker], models=[model]), [request])
+
+
+@pytest.mark.parametrize("width", [40, 80, 600])
+def test_what_others_name_is_neither_markup_nor_steers_the_terminal(width: int) -> None:
+    file = io.StringIO()
+    Console(width=width, file=file, force_terminal=True, color_system="truecolor").print(screen(hostile_view(), "a"))
+    shown = file.getvalue()
+    assert set(re.findall(r"\x1b[^m]*m", shown)) <= {f"\x1b[{code}m" for code in (0, 1, 2, 31)}
+    assert not set(re.sub(r"\x1b\[\d+m", "", shown)) & {chr(code) for code in range(32) if code != ord("\n")}
+    if width == 600:
+        assert shown.count(SPELT_OUT) == 8, "all but a fingerprint and a request's id, which are cut"
+
+
+def two_workers() -> View:
+    """As a small server has them, at work."""
+    workers, speeds = [], {}
+    for address in ("10.1.2.11:50061", "10.1.2.12:50061"):
+        worker = pb.WorkerState(address=address, health=pb.WORKER_HEALTH_DRAINING, model="smollm2-135m-instruct")
+        worker.num_device_blocks, worker.num_free_device_blocks, worker.num_running = 2000, 500, 12
+        workers.append(worker)
+        speeds[address] = Speed(steps=31.2, prefill_tokens=15_200, decode_tokens=4_224)
+    workers[1].problem = "it has been silent for 12 s, and is asked again"
+    model = pb.ModelLoad(name="smollm2-135m-instruct", fingerprint="f" * 64, num_workers_draining=2)
+    request = pb.RequestState(request_id="r" * 36, phase=pb.REQUEST_PHASE_PREEMPTED, worker="10.1.2.11:50061")
+    return View(pb.ServerInfo(), pb.Load(workers=workers, models=[model]), [request], speeds)
+
+
+def lines_of(view: View, width: int) -> list[str]:
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(screen(view, "here:1"))
+    lines = capture.get().splitlines()
+    assert max(map(len, lines)) <= width
+    return lines
+
+
+def test_a_narrow_terminal_shows_fewer_columns_and_each_of_them_whole() -> None:
+    columns = ["worker", "state", "blocks", "running", "steps/s", "in/s", "out/s"]
+    values = ["draining", "75% of 2,000", "12", "31", "15,200", "4,224"]
+    for width, spared in ((80, ()), (60, ("running", "steps/s"))):
+        lines = lines_of(two_workers(), width)
+        assert row(lines, "worker ") == [each for each in columns if each not in spared]
+        kept = [value for title, value in zip(columns[1:], values, strict=True) if title not in spared]
+        for address in ("10.1.2.11:50061", "10.1.2.12:50061"):
+            assert row(lines, f"{address} ") == [address, *" ".join(kept).split()]
+        said = "\n".join(lines).replace("\n", " ").replace("  ", " ")
+        assert "10.1.2.12:50061: it has been silent for 12 s, and is asked again" in said, "on a line of its own"
+        assert row(lines, "model ")[-2:] == ["in/s", "out/s"]
+        assert row(lines, "rrr")[1] == "preempted" and row(lines, "rrr")[-1] == "0:00"
+
+
+def test_a_wide_terminal_shows_all_columns() -> None:
+    lines = lines_of(two_workers(), 260)
+    titles = " ".join(row(lines, "worker "))
+    assert titles == "worker state model cache blocks host running preempted steps/s in/s out/s swapped/s problem"
+    assert row(lines, "10.1.2.12:50061 ")[-3:] == ["is", "asked", "again"]
+    assert row(lines, "rrr")[0] == "r" * 36
+
+
+def test_models_are_told_apart_before_steps_are_counted() -> None:
+    view = two_workers()
+    view.load.workers[1].model = "other"
+    assert row(lines_of(view, 80), "10.1.2.12:50061 ")[2] == "other"
+    assert "steps/s" not in row(lines_of(view, 80), "worker ")
+
+
+def test_very_long_names_are_cut_and_state_and_speeds_are_not() -> None:
+    view = two_workers()
+    view.load.workers[1].address = f"worker.{'x' * 80}:50061"
+    line = row(lines_of(view, 60), "worker.x")
+    assert line[0].endswith("…") and line[1] == "draining" and line[-2:] == ["-", "-"]
+
+
+@pytest.mark.usefixtures("running")
+def test_a_locale_without_an_ellipsis_is_no_reason_to_end(service: Service) -> None:
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "50", "LINES": "40", "PYTHONIOENCODING": "latin-1"}
+    command = [sys.executable, "-m", "octavo", "top", "--once", "--address", service.address]
+    with Terminal() as terminal:
+        inside = terminal.inside
+        with started(command, cwd=ROOT, env=environ, stdin=inside, stdout=inside, stderr=inside) as process:
+            shown = terminal.wait_for(b"? ")  # in place of the ellipsis
+            assert b"127.0.0.1" in shown and process.wait(20) == 0
 
 
 @pytest.mark.usefixtures("running")

@@ -38,9 +38,8 @@ def _prepare(model: ServedModel, params: dict[str, Any], prompt: str = "abc", **
         TextSettings(scheduling_policy=fields.pop("scheduling_policy", "fcfs")),
         enable_chunked_prefill=False,
     )
-    return frontend.prepare(
-        pb.GenerateRequest(request_id="it", prompt=prompt, sampling_params=pb.SamplingParams(**params), **fields)
-    )
+    fields = {"request_id": "it", **fields}
+    return frontend.prepare(pb.GenerateRequest(prompt=prompt, sampling_params=pb.SamplingParams(**params), **fields))
 
 
 @pytest.mark.parametrize(
@@ -191,6 +190,17 @@ def test_priorities_only_where_they_are_heeded(model: ServedModel) -> None:
         Unsupported, match=r"priority: got 3; .* --scheduling-policy fair, .*--scheduling-policy priority"
     ):
         _prepare(model, {}, priority=3, scheduling_policy="fair")
+
+
+@pytest.mark.parametrize("request_id", ["\x1b]52;c;eA==\x07", "two\nlines", "\x9b2J", "turned \u202ednuora"])
+def test_a_request_id_that_cannot_be_printed_is_refused(model: ServedModel, request_id: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"request_id: got '.*\\.*'; accepted: characters that can be printed"):
+        _prepare(model, {}, request_id=request_id)
+
+
+def test_a_request_id_may_be_in_any_language(model: ServedModel) -> None:
+    for request_id in ("[/]", "[link=http://x]y", "größe 7", "問い合わせ", "שאלה", "🚀"):
+        assert _prepare(model, {}, request_id=request_id).request_id == request_id
 
 
 def test_a_cache_salt_reaches_the_group_and_is_bounded(model: ServedModel) -> None:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from octavo.commands.flags.tls_failures import tls_failure
 from octavo.shared.options import OptionError
 from octavo.shared.ports import is_loopback
+from octavo.shared.terminal_text import say
 
 if TYPE_CHECKING:
     import ssl
@@ -114,7 +115,7 @@ def retry_window(arguments: argparse.Namespace) -> float | None:
 
 def _tell(waiting: Waiting) -> None:
     if waiting.is_first:
-        print(f"(waiting for the server, for up to {waiting.left_s:.0f} s: {waiting.failure})", file=sys.stderr)
+        say(f"(waiting for the server, for up to {waiting.left_s:.0f} s: {waiting.failure})", sys.stderr)
 
 
 def add_key_arguments(group: argparse._ActionsContainer) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import re
 import sys
 
-from octavo.shared.log import TERMINAL, is_terminal
+from octavo.shared.terminal_text import TERMINAL, is_terminal
 
 _LONGEST_LINE = 1 << 16  # bytes; what goes on for longer is cut, not kept
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # colours, and "clear to the end of the line"
