@@ -31,6 +31,7 @@ _SHARED_OPTIONS: tuple[tuple[str, int], ...] = (
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     *_SHARED_OPTIONS,
     ("grpc.enable_retries", 0),  # a step or a generation sent twice is not the same as sent once
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.enable_http_proxy", 0),  # `http_proxy` counts for loopback too, and its host would read keys and tokens
 )
 _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (

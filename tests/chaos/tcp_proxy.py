@@ -10,6 +10,7 @@ import asyncio
 import socket
 import struct
 from collections import deque
+from typing import Any
 
 CHUNK_BYTES = 1 << 16
 
@@ -30,6 +31,7 @@ class TcpProxy:
         self._flows_there, self._flows_back = asyncio.Event(), asyncio.Event()  # cleared: a black hole
         self.heal()
         self._writers: set[asyncio.StreamWriter] = set()
+        self._carrying: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -40,7 +42,9 @@ class TcpProxy:
         assert self._server is not None
         self._server.close()
         self.cut()
-        await asyncio.sleep(0)
+        self._flows_there.set()
+        self._flows_back.set()
+        await asyncio.gather(*self._carrying)  # a task that the loop's end cancels is a complaint of asyncio's
 
     def cut(self) -> None:
         """Resets every connection, and those that are opened before `heal`."""
@@ -77,6 +81,8 @@ class TcpProxy:
             asyncio.create_task(self._carry_one_way(reader, there_writer, self._flows_there)),
             asyncio.create_task(self._carry_one_way(there_reader, writer, self._flows_back)),
         ]
+        this_one: Any = asyncio.current_task()
+        self._carrying.add(this_one)
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
             await self._flows_there.wait()  # that one side is gone is no secret, but it travels as bytes do
@@ -87,6 +93,7 @@ class TcpProxy:
             for one in (writer, there_writer):
                 self._writers.discard(one)
                 one.close()
+            self._carrying.discard(this_one)
 
     async def _carry_one_way(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, flows: asyncio.Event

@@ -14,7 +14,7 @@ from tests.chaos.test_soak import FEW, MANY, MOST_SAMPLES, MOST_STEADY_BYTES_A_R
 def samples_of(count: int, leak_bytes: int, step_at: float, step_bytes: int, seed: int) -> list[Sample]:
     """As the soak test takes them of a process whose pools fill, to 8 MiB, and which grows by one step somewhere."""
     chance, num_samples = random.Random(seed), min(MOST_SAMPLES, count // 10)
-    samples = []
+    samples: list[Sample] = []
     for number in range(1, num_samples + 1):
         sent = number * count // num_samples
         pools = 8 * MIB * (1 - math.exp(-sent / 1000)) + chance.uniform(-0.5, 0.5) * MIB
