@@ -80,7 +80,7 @@ class Failures:
             charged.clear()  # it went because it was told to
         groups = self._evacuate(worker, before)
         if not worker.is_draining:
-            self._recorder.fault("worker lost", reason)
+            self._recorder.fault("worker lost", reason, link.address)
         self._recorder.left(worker)
         log.warning("worker lost", worker=link.address, why=reason, requests=len(groups))
         for step in worker.in_flight:
@@ -99,7 +99,7 @@ class Failures:
         """
         log.exception("a worker's messages are broken", worker=worker.link.address)
         self._recorder.broken()
-        self._recorder.fault("broken messages", "what a worker said is broken")
+        self._recorder.fault("broken messages", "what a worker said is broken", worker.link.address)
         worker.link.distrust()
         self.lose(worker.link, "what it said is broken")
 

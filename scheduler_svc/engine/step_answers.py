@@ -222,7 +222,7 @@ class StepAnswers:
             worker.statistics.num_failed += 1
             code = worker_pb2.StepErrorCode.Name(result.error.code)
             if result.error.code != worker_pb2.STEP_ERROR_CODE_OUT_OF_MEMORY:
-                self._recorder.fault("step failed", code)
+                self._recorder.fault("step failed", code, worker.link.address)
             log.warning(
                 "step failed", worker=worker.link.address, step=sent.step_id, code=code, why=result.error.message
             )

@@ -5,6 +5,7 @@ Whatever goes wrong over a file costs the file and a line of the log, never the 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import queue
@@ -12,13 +13,14 @@ import re
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import structlog
 
 from scheduler_svc.flight.record_file import SUFFIX, packed
 from scheduler_svc.flight.record_lines import Line
-from scheduler_svc.flight.recorder import Recording
+from scheduler_svc.flight.recorder import Fault, Recording
 
 log = structlog.get_logger()
 
@@ -26,7 +28,10 @@ MAX_FILES = 16  # of records in one folder, whoever wrote them; the oldest go
 AGAIN_AFTER_S = 3600.0  # until the same fault is written down again
 PAUSE_S = 10.0  # between two files of one kind of fault; what it leads to is often of another kind
 MAX_KNOWN = 256  # faults that are told apart
+LEFT_AFTER_S = 3600.0  # until a file that is not whole belongs to a writer that was killed
 PREFIX = "octavo-flight-"
+
+Key = tuple[str, str, str]
 
 
 def default_folder() -> Path:
@@ -41,7 +46,8 @@ class BlackBox:
         self._folder = folder
         self._header = header
         self._waiting: queue.SimpleQueue[Recording | threading.Event | None] = queue.SimpleQueue()
-        self._known: dict[tuple[str, str], float] = {}
+        self._known: dict[Key, float] = {}  # faults, and when they were taken; the writer's thread forgets some
+        self._taken_s: dict[str, float] = {}  # when one of each kind was taken last
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
@@ -50,14 +56,15 @@ class BlackBox:
         fault, now_s = recording.fault, time.monotonic()
         if fault is None or self._is_closed:
             return
-        key = fault.kind, re.sub(r"\d+", "0", fault.where)
-        last_s = self._known.get(key)
-        of_kind_s = [when_s for (kind, _), when_s in self._known.items() if kind == fault.kind]
-        if (last_s is not None and now_s - last_s < AGAIN_AFTER_S) or (of_kind_s and now_s - max(of_kind_s) < PAUSE_S):
+        key = _key_of(fault)
+        last_s, of_kind_s = self._known.get(key), self._taken_s.get(fault.kind)
+        if (last_s is not None and now_s - last_s < AGAIN_AFTER_S) or (
+            of_kind_s is not None and now_s - of_kind_s < PAUSE_S
+        ):
             return
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
-        self._known[key] = now_s
+        self._known[key] = self._taken_s[fault.kind] = now_s
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="flight-records", daemon=True)
             self._thread.start()
@@ -85,16 +92,23 @@ class BlackBox:
                 continue
             try:
                 path = self._write(taken)
-                log.warning("flight record written", path=str(path), fault=taken.fault and taken.fault.kind)
             except Exception as error:
-                why = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}"
-                log.warning("a flight record could not be written", folder=str(self._folder), why=why)
+                if taken.fault is not None:
+                    self._known.pop(_key_of(taken.fault), None)  # the next one is written, where that is possible again
+                log.warning("a flight record could not be written", folder=str(self._folder), why=_why(error))
+                continue
+            log.warning("flight record written", path=str(path), fault=taken.fault and taken.fault.kind)
+            try:
+                self._forget_oldest(path)
+            except Exception as error:
+                log.warning("a flight record could not be removed", folder=str(self._folder), why=_why(error))
 
     def _write(self, recording: Recording) -> Path:
         assert recording.fault is not None
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if self._folder == default_folder() and self._folder.lstat().st_uid != os.getuid():
             raise PermissionError(errno.EPERM, "the folder is somebody else's")
+        self._remove_leftovers()
         kind = re.sub(r"\W+", "-", recording.fault.kind)
         when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         path = self._folder / f"{PREFIX}{when}-{os.getpid()}-{kind}{SUFFIX}"
@@ -108,10 +122,36 @@ class BlackBox:
         except BaseException:
             partly.unlink(missing_ok=True)
             raise
-        self._forget_oldest()
         return path
 
-    def _forget_oldest(self) -> None:
-        files = sorted(self._folder.glob(f"{PREFIX}*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
-        for path in files[:-MAX_FILES]:
+    def _remove_leftovers(self) -> None:
+        """What writers that were killed have left, so that it takes no room from the next record."""
+        now_s = time.time()
+        for path, written_s in self._files(f".{PREFIX}*"):
+            if abs(now_s - written_s) > LEFT_AFTER_S:  # or ahead: the clock was set back since
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def _forget_oldest(self, newest: Path) -> None:
+        """Raises OSError where a file cannot be removed."""
+        others = [(written_s, path) for path, written_s in self._files(f"{PREFIX}*{SUFFIX}") if path != newest]
+        now_s = time.time()
+        # What lies ahead of the clock was written before that was set back, and is older than what does not.
+        others.sort(key=lambda file: (file[0] <= now_s, file[0]))
+        for _, path in others[: 1 - MAX_FILES]:
             path.unlink(missing_ok=True)
+
+    def _files(self, pattern: str) -> Iterator[tuple[Path, float]]:
+        """Those in the folder, and when they were written. Other processes remove files meanwhile."""
+        for path in self._folder.glob(pattern):
+            with contextlib.suppress(FileNotFoundError):
+                yield path, path.stat().st_mtime
+
+
+def _key_of(fault: Fault) -> Key:
+    """Equal for faults that are alike: of one kind, over one worker, and told apart by numbers alone."""
+    return fault.kind, fault.worker, re.sub(r"\d+", "0", fault.where)
+
+
+def _why(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__

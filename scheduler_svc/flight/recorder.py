@@ -94,8 +94,9 @@ class NoRecorder:
     def sent(self, worker: WorkerHandle, outputs: SchedulerOutputs, step_id: int, data: bytes) -> None:
         """A step is being sent."""
 
-    def fault(self, kind: str, where: str) -> None:
-        """Something went wrong that a record is worth. `where`: alike for faults that are alike; no user's words."""
+    def fault(self, kind: str, where: str, worker: str = "") -> None:
+        """Something went wrong that a record is worth. `where`: alike for faults that are alike; no user's words.
+        `worker`: the address of the one that it is a fault of."""
 
     def turned(self) -> None:
         """Everything that there was to do is done."""
@@ -119,6 +120,7 @@ class Fault:
 
     kind: str
     where: str
+    worker: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,12 +295,12 @@ class FlightRecorder(NoRecorder):
 
     # ---- the ring ---------------------------------------------------------------------------------------------------
 
-    def fault(self, kind: str, where: str) -> None:
+    def fault(self, kind: str, where: str, worker: str = "") -> None:
         """See `NoRecorder`; the first of a turn is what the record is for."""
         self._segment.entries.append(Entry(Kind.FAULT, (kind, where)))  # times go on with the entry before
         self._is_idle = False
         if self._fault is None:
-            self._fault = Fault(kind, where)
+            self._fault = Fault(kind, where, worker)
 
     def turned(self) -> None:
         """See `NoRecorder`."""

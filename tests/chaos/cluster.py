@@ -2,6 +2,9 @@
 
     octavo scheduler --> TcpProxy --> StepProxy --> octavo worker       (once for each worker)
 
+A StepProxy is an end of HTTP/2: the scheduler's pings end there, and its own find a worker that is stopped. They are as
+frequent. Without it (`reads_steps`) pings travel from scheduler to worker.
+
 Proxies and clients share one event loop in a thread of its own, so a fault happens between two messages and at the
 very one that a test waits for. A worker that is lost is replaced by a spare that is up already: a new process behind
 the same address, as after a restart.
@@ -27,8 +30,9 @@ T = TypeVar("T")
 class Place:
     """A worker's address as the scheduler knows it: the way there, and whoever is there now."""
 
-    def __init__(self, process: WorkerProcess) -> None:
+    def __init__(self, process: WorkerProcess, reads_steps: bool) -> None:
         self.process = process
+        self.reads_steps = reads_steps
         self.steps = StepProxy(process.port)
         self.network = TcpProxy(0)
 
@@ -37,8 +41,9 @@ class Place:
         return f"127.0.0.1:{self.network.port}"
 
     async def open(self) -> None:
-        await self.steps.start()
-        self.network.target_port = self.steps.port
+        if self.reads_steps:
+            await self.steps.start()
+        self.network.target_port = self.steps.port if self.reads_steps else self.process.port
         await self.network.start()
 
     async def close(self) -> None:
@@ -49,6 +54,8 @@ class Place:
         """`process` takes the place; the one before it is somebody else's to end."""
         self.process = process
         await self.steps.point_to(process.port)
+        if not self.reads_steps:
+            self.network.target_port = process.port
 
 
 class Cluster:
@@ -58,6 +65,7 @@ class Cluster:
         folder: of the model.
         worker_options, scheduler_options: as on their command lines.
         delay_s: of the network, each way.
+        reads_steps: whether a StepProxy stands in the way, which `watch` needs.
     """
 
     def __init__(
@@ -70,11 +78,13 @@ class Cluster:
         worker_options: Sequence[str] = (),
         scheduler_options: Sequence[str] = (),
         delay_s: float = 0.0,
+        reads_steps: bool = True,
     ) -> None:
         self.places: list[Place] = []
         self.scheduler: SchedulerProcess
         self._folder, self._logs = folder, logs
         self._num_workers, self._num_spares, self._delay_s = num_workers, num_spares, delay_s
+        self._reads_steps = reads_steps
         self._worker_options, self._scheduler_options = worker_options, scheduler_options
         self._processes: list[WorkerProcess] = []
         self._spares: list[WorkerProcess] = []
@@ -150,7 +160,7 @@ class Cluster:
         self._spares = processes[self._num_workers :]
         for process in processes[: self._num_workers]:
             process.wait_until_ready()
-            place = self.run(_made_on_loop(process))
+            place = self.run(_made_on_loop(process, self._reads_steps))
             place.network.delay_s = self._delay_s
             self.places.append(place)
             self.run(place.open())
@@ -169,5 +179,5 @@ class Cluster:
         self._loop.close()
 
 
-async def _made_on_loop(process: WorkerProcess) -> Place:
-    return Place(process)
+async def _made_on_loop(process: WorkerProcess, reads_steps: bool) -> Place:
+    return Place(process, reads_steps)

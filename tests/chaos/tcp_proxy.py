@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that can be slow, cut or silent: the network between a scheduler and a worker.
+"""A TCP proxy on loopback that can be slow, cut or silent: the network between a scheduler and a worker, or a client.
 
 Bytes are never lost or changed while a connection lives, as TCP has it; a cut connection is reset. For an event loop;
 its switches may be set between any two events of that loop.
@@ -10,6 +10,7 @@ import asyncio
 import socket
 import struct
 from collections import deque
+from typing import Any
 
 CHUNK_BYTES = 1 << 16
 
@@ -27,9 +28,10 @@ class TcpProxy:
         self.delay_s = delay_s
         self.port = 0
         self._is_cut = False
-        self._flows = asyncio.Event()  # cleared: a black hole
-        self._flows.set()
+        self._flows_there, self._flows_back = asyncio.Event(), asyncio.Event()  # cleared: a black hole
+        self.heal()
         self._writers: set[asyncio.StreamWriter] = set()
+        self._carrying: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -40,7 +42,9 @@ class TcpProxy:
         assert self._server is not None
         self._server.close()
         self.cut()
-        await asyncio.sleep(0)
+        self._flows_there.set()
+        self._flows_back.set()
+        await asyncio.gather(*self._carrying)  # a task that the loop's end cancels is a complaint of asyncio's
 
     def cut(self) -> None:
         """Resets every connection, and those that are opened before `heal`."""
@@ -48,14 +52,18 @@ class TcpProxy:
         for writer in list(self._writers):
             _reset(writer)
 
-    def swallow(self) -> None:
-        """From now on nothing comes through, and nobody is told; connections stay open."""
-        self._flows.clear()
+    def swallow(self, *, there: bool = True, back: bool = True) -> None:
+        """From now on nothing comes through, and nobody is told; connections stay open. `there`: to the target."""
+        if there:
+            self._flows_there.clear()
+        if back:
+            self._flows_back.clear()
 
     def heal(self) -> None:
         """As if nothing had been; bytes that were swallowed arrive where their connection still lives."""
         self._is_cut = False
-        self._flows.set()
+        self._flows_there.set()
+        self._flows_back.set()
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._is_cut:
@@ -70,20 +78,26 @@ class TcpProxy:
         for one in (writer, there_writer):
             one.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         ways = [
-            asyncio.create_task(self._carry_one_way(reader, there_writer)),
-            asyncio.create_task(self._carry_one_way(there_reader, writer)),
+            asyncio.create_task(self._carry_one_way(reader, there_writer, self._flows_there)),
+            asyncio.create_task(self._carry_one_way(there_reader, writer, self._flows_back)),
         ]
+        this_one: Any = asyncio.current_task()
+        self._carrying.add(this_one)
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-            await self._flows.wait()  # that one side is gone is no secret, but it travels as bytes do
+            await self._flows_there.wait()  # that one side is gone is no secret, but it travels as bytes do
+            await self._flows_back.wait()
         finally:
             for way in ways:
                 way.cancel()
             for one in (writer, there_writer):
                 self._writers.discard(one)
                 one.close()
+            self._carrying.discard(this_one)
 
-    async def _carry_one_way(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _carry_one_way(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, flows: asyncio.Event
+    ) -> None:
         """Reads at once and writes when the time has come, so that a delay costs latency and no throughput."""
         on_the_way: deque[tuple[float, bytes]] = deque()
         arrived = asyncio.Event()
@@ -97,7 +111,7 @@ class TcpProxy:
                 due_s, data = on_the_way.popleft()
                 if (left_s := due_s - loop.time()) > 0:
                     await asyncio.sleep(left_s)
-                await self._flows.wait()
+                await flows.wait()
                 if not data:
                     return
                 writer.write(data)

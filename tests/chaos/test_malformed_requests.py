@@ -33,6 +33,8 @@ from tests.integration.scheduler_process import Service, scheduler
 
 GENERATE = "octavo.v1.Inference/Generate"
 TIMEOUT_S = 20.0
+MOST_SLOWER_S = 1.0  # of a plain request, in the median: it takes milliseconds
+MOST_GROWTH_BYTES = 128 * 2**20
 REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.UNIMPLEMENTED,
@@ -94,12 +96,15 @@ class Harness:
             taken.append(time.monotonic() - started)
         return statistics.median(taken)
 
-    def tell(self) -> str:
-        grown = (self.process.memory_info().rss - self.bytes_before) / 2**20
-        return (
+    def check_unharmed(self) -> None:
+        """It takes as long as before, but for a busy machine, and as much memory, but for buffers of large requests."""
+        seconds, grown_bytes = self.seconds(), self.process.memory_info().rss - self.bytes_before
+        print(
             f"{dict(self.statuses)}; a plain request took {self.seconds_before * 1e3:.2f} ms before and "
-            f"{self.seconds() * 1e3:.2f} ms after; the scheduler grew by {grown:.1f} MiB"
+            f"{seconds * 1e3:.2f} ms after; the scheduler grew by {grown_bytes / 2**20:.1f} MiB"
         )
+        assert seconds < self.seconds_before + MOST_SLOWER_S
+        assert grown_bytes < MOST_GROWTH_BYTES
 
 
 @pytest.fixture(scope="module", params=["--frontends=1", "--frontends=2"])
@@ -110,7 +115,7 @@ def harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
             harness = Harness(it)
             yield harness
             assert it.process.poll() is None, "the scheduler has ended"
-            print(harness.tell())
+            harness.check_unharmed()
 
 
 @pytest.fixture(autouse=True)

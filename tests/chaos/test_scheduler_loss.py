@@ -22,7 +22,7 @@ import pytest
 
 from octavo import AsyncClient, Client, SamplingParams
 from octavo.errors import RequestFailed
-from octavo.retrying import RetryPolicy
+from octavo.retrying import RetryPolicy, Waiting
 from octavo.shared.ports import free_port
 from tests.chaos.worker_process import WorkerProcess
 from tests.forkserver import WITHOUT_TORCH, ForkedCommand
@@ -176,10 +176,17 @@ async def _read(client: AsyncClient, stream: int, arrived: asyncio.Queue[int]) -
     return read
 
 
-async def _run(address: str | list[str], disturb: Callable[[], None] | None = None, after: int = 0) -> list[Read]:
-    """All streams at once; `disturb` is called on a thread once so many tokens have arrived in all."""
+async def _run(
+    address: str | list[str],
+    disturb: Callable[[], None] | None = None,
+    after: int = 0,
+    waits: list[Waiting] | None = None,
+) -> list[Read]:
+    """All streams at once; `disturb` is called on a thread once so many tokens have arrived in all. `waits` gets the
+    pauses of those that were interrupted."""
     arrived: asyncio.Queue[int] = asyncio.Queue()
-    async with AsyncClient(address) as client:
+    told: list[Waiting] = [] if waits is None else waits
+    async with AsyncClient(address, retry=RetryPolicy(on_wait=told.append)) as client:
         streams = [asyncio.create_task(_read(client, stream, arrived)) for stream in range(NUM_STREAMS)]
         if disturb is not None:
             num_tokens = 0
@@ -187,6 +194,16 @@ async def _run(address: str | list[str], disturb: Callable[[], None] | None = No
                 num_tokens += await asyncio.wait_for(arrived.get(), TIMEOUT_S)
             await asyncio.to_thread(disturb)
         return await asyncio.gather(*streams)
+
+
+def _check_interrupted(
+    address: str | list[str], disturb: Callable[[], None], undisturbed: list[Read], seed: int
+) -> None:
+    """Some are under way when it happens, and all end as if it had not."""
+    waits: list[Waiting] = []
+    _check(asyncio.run(_run(address, disturb, _moment(undisturbed, seed), waits)), undisturbed)
+    print(f"{len({each.request_id for each in waits})} of {NUM_STREAMS} were interrupted")
+    assert waits, "nobody was interrupted"
 
 
 def _check(reads: list[Read], undisturbed: list[Read]) -> None:
@@ -222,7 +239,7 @@ def _check_comes_back(scheduler: Scheduler, undisturbed: list[Read], seed: int, 
         time.sleep(pause_s)
         scheduler.come_back()
 
-    _check(asyncio.run(_run(scheduler.address, restart, _moment(undisturbed, seed))), undisturbed)
+    _check_interrupted(scheduler.address, restart, undisturbed, seed)
     scheduler.wait_for_workers(2)
     cached = [_cached_tokens(scheduler.address, prompt) for prompt in prompts]
     assert sum(count == NUM_CACHED for count in cached) >= 4, f"the workers' caches came along: {cached}"
@@ -241,7 +258,7 @@ def _check_one_of_two(start: Callable[..., Scheduler], undisturbed: list[Read], 
     one, other = start(*options), start(*options)
     one.wait_for_workers(1)
     other.wait_for_workers(1)
-    _check(asyncio.run(_run([one.address, other.address], one.kill, _moment(undisturbed, seed))), undisturbed)
+    _check_interrupted([one.address, other.address], one.kill, undisturbed, seed)
     other.wait_for_workers(2)
     one.come_back()
     one.wait_for_workers(1)
@@ -289,12 +306,13 @@ def _check_standby(start: Callable[..., Scheduler], undisturbed: list[Read], see
     active.wait_for_workers(2)
     standby = start("--worker-quota=0", "--takeover-after=0.5")
     addresses = [active.address, standby.address]
-    moment = _moment(undisturbed, seed)
-    _check(asyncio.run(_run(addresses, active.kill, moment)), undisturbed)
+    _check_interrupted(addresses, active.kill, undisturbed, seed)
     standby.wait_for_workers(2)
     assert standby.is_serving()
     # The one it stood by for is there again, and wants its workers amid the work: nothing is lost by giving them back.
-    _check(asyncio.run(_run([standby.address, active.address], active.come_back, moment)), undisturbed)
+    _check(
+        asyncio.run(_run([standby.address, active.address], active.come_back, _moment(undisturbed, seed))), undisturbed
+    )
     active.wait_for_workers(2)
     wait_until(lambda: not standby.is_serving(), "a scheduler that stands by again", READY_WITHIN_S)
     active.kill()

@@ -22,6 +22,8 @@ NUM_LOGPROBS = 20
 MOST_BYTES_A_TOKEN = 8192  # that waits with its 20 alternatives
 PLAIN_CLIENTS_TAKE_BYTES = 4 * MIB  # of a message, where nobody has raised gRPC's own limit
 IDLE_WITHIN_S = 240.0
+STALL_S = 20.0  # a plain request takes a fraction of a second; one that waited for the readers would wait for ever
+MAX_NUM_SEQS = 8
 SMALL_WINDOW = (
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 65_536),
@@ -30,7 +32,9 @@ SMALL_WINDOW = (
 
 @pytest.fixture
 def service() -> Iterator[Service]:
-    with FakeWorker(say_forever(TEXT), max_model_len=2048, num_blocks=2048, block_size=16, max_num_seqs=8) as worker:
+    with FakeWorker(
+        say_forever(TEXT), max_model_len=2048, num_blocks=2048, block_size=16, max_num_seqs=MAX_NUM_SEQS
+    ) as worker:
         with scheduler(f"--worker={worker.address}", "--log-level=warning") as service:
             service.wait_until_ready()
             yield service
@@ -59,6 +63,9 @@ async def test_those_that_do_not_read_harm_nobody(
             f"{grown / num_readers / NUM_TOKENS:.0f} bytes a token; a plain request takes {before * 1e3:.0f} ms "
             f"without them, {beside * 1e3:.0f} ms while they run, {after * 1e3:.0f} ms while they wait to be read"
         )
+        assert after < STALL_S, "who is not read holds up the others"
+        # With more readers than slots it stands behind them in the queue, as it would behind any.
+        assert beside < STALL_S or num_readers >= MAX_NUM_SEQS, "who is not read holds up the others"
         assert grown < num_readers * NUM_TOKENS * MOST_BYTES_A_TOKEN
         assert not any(call.done() for call in unread)
         for call in unread[::2]:

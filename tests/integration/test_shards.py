@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -27,9 +28,11 @@ from tests.fakes import FakeWorker
 from tests.integration.scheduler_process import Service, scheduler
 from tests.integration.test_worker_loss import RealWorkers
 from tests.oracle import GreedyOracle
+from tests.processes import is_alive
 from tests.tiny_models import make_tiny_llama
 
 DEADLINE_S = 30.0
+KILLED_WITHIN_S = 20.0  # 7 s are promised of a shard that hangs
 NUM_REQUESTS = 32
 MODEL_LEN = 1200  # more than any test waits for
 ONE = pb.SamplingParams(max_tokens=1)
@@ -132,6 +135,7 @@ class Answer:
     outputs: dict[int, pb.OutputDelta]
     prompt_logprobs: list[str]
     times_moved: int
+    arrivals_s: list[float] = field(default_factory=list)  # of its messages, by `time.monotonic`
 
     def plain(self) -> dict[int, str]:
         """What a client has of each output, without how it was spread over messages."""
@@ -141,6 +145,7 @@ class Answer:
 async def answer_to(stub: inference_pb2_grpc.InferenceStub, request: pb.GenerateRequest) -> Answer:
     answer = Answer({}, [], 0)
     async for message in stub.Generate(request):
+        answer.arrivals_s.append(time.monotonic())
         answer.prompt_logprobs += map(str, message.prompt_logprobs)
         answer.times_moved = message.timings.times_moved
         for delta in message.outputs:
@@ -149,6 +154,12 @@ async def answer_to(stub: inference_pb2_grpc.InferenceStub, request: pb.Generate
             whole.MergeFrom(delta)
             whole.text = text + delta.text
     return answer
+
+
+def _end_of_pause(arrivals_s: list[float], since_s: float) -> float:
+    """What was on its way already when a shard was stopped ends no pause."""
+    times_s = [since_s, *(arrival_s for arrival_s in arrivals_s if arrival_s > since_s)]
+    return max(itertools.pairwise(times_s), key=lambda pair: pair[1] - pair[0])[1]
 
 
 @asynccontextmanager
@@ -287,6 +298,32 @@ async def test_a_killed_shard_costs_a_pause_and_no_token(sharded: Sharded) -> No
     load = await sharded.until("nothing is left", lambda load: not load.num_requests_running)
     for worker in load.workers:
         assert worker.num_free_device_blocks == worker.num_device_blocks
+
+
+async def test_a_stopped_shard_is_gone_on_without_and_then_killed(sharded: Sharded) -> None:
+    """Its connections live, and nobody answers on them."""
+    requests = [request_of(number) for number in range(NUM_REQUESTS)]
+    undisturbed = await asyncio.gather(*(answer_to(sharded.inference, request) for request in requests))
+    running = [asyncio.create_task(answer_to(sharded.inference, request)) for request in requests]
+    await sharded.until("all run", lambda load: load.num_requests_running >= NUM_REQUESTS - 2)
+    victim, _ = sharded.shards()
+    victim.suspend()
+    stopped_s = time.monotonic()
+    while is_alive(victim):
+        assert time.monotonic() < stopped_s + KILLED_WITHIN_S, "it is left as it is"
+        await asyncio.sleep(0.05)
+    killed_s = time.monotonic()
+    disturbed = await asyncio.wait_for(asyncio.gather(*running), DEADLINE_S)
+    moved = [answer for answer in disturbed if answer.times_moved]
+    assert moved, "none was in the shard that was stopped"
+    went_on_s = sorted(_end_of_pause(answer.arrivals_s, stopped_s) - stopped_s for answer in moved)
+    print(f"the first went on after {went_on_s[0]:.2f} s; it was killed after {killed_s - stopped_s:.2f} s")
+    assert stopped_s + went_on_s[0] < killed_s, "requests wait until it is killed"
+    for request, ours, theirs in zip(requests, disturbed, undisturbed, strict=True):
+        assert ours.plain() == theirs.plain(), request.request_id
+        assert ours.prompt_logprobs == theirs.prompt_logprobs, request.request_id
+    await sharded.until_both_serve()
+    await sharded.until("nothing is left", lambda load: not load.num_requests_running)
 
 
 async def test_real_workers_go_on_with_what_a_killed_shard_had(

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -319,10 +320,11 @@ def test_what_goes_wrong_is_told_once_a_turn(recorded: RecordedPool) -> None:
     worker.results[0].error.code = worker_pb2.STEP_ERROR_CODE_PROTOCOL
     pool.answer(worker)
     pool.turn()
-    assert recorded.faults[-1].fault == Fault("step failed", "STEP_ERROR_CODE_PROTOCOL")
+    assert recorded.faults[-1].fault == Fault("step failed", "STEP_ERROR_CODE_PROTOCOL", worker.address)
     pool.lose(worker)
     pool.turn()
     assert [each.fault and each.fault.kind for each in recorded.faults] == ["step failed", "worker lost"]
+    assert [each.fault and each.fault.worker for each in recorded.faults] == [worker.address] * 2
 
 
 def test_a_fault_of_our_own_is_told_by_its_place_alone(recorded: RecordedPool, tmp_path: Path) -> None:
@@ -343,8 +345,8 @@ def test_a_fault_of_our_own_is_told_by_its_place_alone(recorded: RecordedPool, t
     )
 
 
-def recording_of(kind: str = "worker lost", where: str = "it vanished") -> Recording:
-    return dataclasses.replace(FlightRecorder(2, ROOM).recording(), fault=Fault(kind, where))
+def recording_of(kind: str = "worker lost", where: str = "it vanished", worker: str = "10.0.0.1:50061") -> Recording:
+    return dataclasses.replace(FlightRecorder(2, ROOM).recording(), fault=Fault(kind, where, worker))
 
 
 def box_of(folder: Path) -> BlackBox:
@@ -408,6 +410,84 @@ def test_a_file_that_cannot_be_written_is_a_line_in_the_log(
         box.take(recording_of())
         assert box.wait()
     assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is left half written"
+    box.take(recording_of())
+    assert box.wait()
+    assert len(list(tmp_path.glob("octavo-flight-*"))) == 1, "with room again the same fault is written"
+
+
+def test_a_disk_that_is_full_is_not_tried_again_at_once(tmp_path: Path) -> None:
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    box = box_of(tmp_path)
+    with mock.patch.object(black_box, "packed", full):
+        for _ in range(3):
+            box.take(recording_of())
+            assert box.wait()
+    assert full.call_count == 1
+
+
+def test_each_worker_has_faults_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(black_box, "PAUSE_S", 0.0)
+    box = box_of(tmp_path)
+    with mock.patch.object(black_box, "log") as log:
+        for seconds in range(2):
+            for number in (1, 2):
+                box.take(recording_of(where=f"no message for {seconds}.5 s", worker=f"10.0.0.{number}:50061"))
+        assert box.wait()
+    assert [call.args[0] for call in log.warning.call_args_list] == ["flight record written"] * 2
+
+
+def test_a_clock_that_was_set_back_costs_the_older_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(black_box, "PAUSE_S", 0.0)
+    ahead = [tmp_path / f"octavo-flight-{number}-1-worker-lost.jsonl.gz" for number in range(black_box.MAX_FILES)]
+    for number, path in enumerate(ahead):
+        path.touch()
+        os.utime(path, (time.time() + 3600 + number,) * 2)
+    box = box_of(tmp_path)
+    with mock.patch.object(black_box, "log") as log:
+        for number in range(3):
+            box.take(recording_of(f"kind {'x' * number}"))
+            assert box.wait()
+    written = [Path(call.kwargs["path"]) for call in log.warning.call_args_list]
+    assert len(written) == 3 and set(tmp_path.iterdir()) == {*written, *ahead[3:]}
+
+
+def test_files_that_others_remove_meanwhile_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(black_box, "PAUSE_S", 0.0)
+    (tmp_path / "octavo-flight-gone-1-worker-lost.jsonl.gz").symlink_to(
+        tmp_path / "nowhere"
+    )  # no stat(), as of one gone
+    box = box_of(tmp_path)
+    with mock.patch.object(black_box, "log") as log:
+        box.take(recording_of())
+        assert box.wait()
+    assert [call.args[0] for call in log.warning.call_args_list] == ["flight record written"]
+
+
+def test_a_record_is_told_also_where_an_older_one_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(black_box, "MAX_FILES", 2)
+    for number in range(2):
+        (tmp_path / f"octavo-flight-{number}-1-worker-lost.jsonl.gz").mkdir()  # which unlink() refuses
+    box = box_of(tmp_path)
+    with mock.patch.object(black_box, "log") as log:
+        box.take(recording_of())
+        assert box.wait()
+    assert [call.args[0] for call in log.warning.call_args_list] == [
+        "flight record written",
+        "a flight record could not be removed",
+    ]
+
+
+def test_what_writers_that_were_killed_left_is_removed(tmp_path: Path) -> None:
+    ages_s = {"old": 2 * black_box.LEFT_AFTER_S, "ahead": -2 * black_box.LEFT_AFTER_S, "being-written": 5.0}
+    for name, age_s in ages_s.items():
+        (path := tmp_path / f".octavo-flight-{name}.jsonl.gz").touch()
+        os.utime(path, (time.time() - age_s,) * 2)
+    box = box_of(tmp_path)
+    box.take(recording_of())
+    assert box.wait()
+    assert [path.name for path in tmp_path.glob(".*")] == [".octavo-flight-being-written.jsonl.gz"]
 
 
 # ---- the file -------------------------------------------------------------------------------------------------------

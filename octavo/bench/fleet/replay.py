@@ -283,7 +283,7 @@ def _notes_faults(found: list[tuple[str, str]]) -> Any:
     class NotesFaults(NoRecorder):
         """Takes note of faults, and of nothing else."""
 
-        def fault(self, kind: str, where: str) -> None:
+        def fault(self, kind: str, where: str, worker: str = "") -> None:
             found.append((kind, where))
 
     return NotesFaults()
