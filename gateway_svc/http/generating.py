@@ -173,7 +173,8 @@ class _Call:
         prompts, first_tokens = [], []
         for request, ids in zip(requests, token_ids, strict=True):
             prompts.append(await self._prompt_text(request, ids))
-            first_tokens.append(await self._text(request, ids[:1]) if with_logprobs else "")
+            if with_logprobs:
+                first_tokens.append(pb.Logprob(token_id=ids[0], text=await self._text(request, ids[:1])))
         self._answer.learn_prompts(prompts, first_tokens)
 
     async def _prompt_text(self, request: pb.GenerateRequest, kept: Sequence[int]) -> str:
