@@ -179,9 +179,11 @@ class _Call:
 
     async def _prompt_text(self, request: pb.GenerateRequest, kept: Sequence[int]) -> str:
         """As it was sent, unless it came as ids or was cut to the tokens that were `kept`."""
-        if request.HasField("truncate_prompt_tokens") and len(kept) == request.truncate_prompt_tokens:
-            return await self._text(request, kept)
         by_ids = request.WhichOneof("prompt_kind") == "prompt_token_ids"
+        if request.HasField("truncate_prompt_tokens") and len(kept) == request.truncate_prompt_tokens:
+            text = await self._text(request, kept)
+            is_whole = not by_ids and request.prompt in text  # beside what a tokenizer adds: BOS
+            return request.prompt if is_whole else text
         return await self._text(request, request.prompt_token_ids.ids) if by_ids else request.prompt
 
     async def _text(self, request: pb.GenerateRequest, ids: Sequence[int]) -> str:
