@@ -267,6 +267,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (chat, {"response_format": {}}, "response_format.type"),
     (chat, {"response_format": {"type": "json_schema"}}, "response_format.schema"),
     (chat, {"guided_regex": "a", "guided_json": {}}, "guided_regex"),
+    *[(read, {"allowed_token_ids": []}, "allowed_token_ids") for read in (chat, completion, response)],
     (chat, {"guided_choice": [1]}, "guided_choice"),
     (chat, {"guided_choice": "abc"}, "guided_choice"),
     (chat, {"guided_json": {"minimum": float("inf")}}, "guided_json"),
