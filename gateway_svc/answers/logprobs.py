@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from gateway_svc.answers.json_text import array, logprob, quoted
-from gateway_svc.answers.text_places import TextPlaces
+from gateway_svc.answers.text_places import NOT_TEXT, TextPlaces
 from protos import inference_pb2 as pb
 
 _NO_TOKEN = pb.Logprob()
-_NOT_TEXT = "\N{REPLACEMENT CHARACTER}"  # where a token is a part of a character
 
 
 def chat_entries(entries: Iterable[pb.TokenLogprobs], as_ids: bool = False) -> Iterator[str]:
@@ -28,7 +27,7 @@ def _token(entry: pb.Logprob, as_ids: bool) -> str:
 
 def _bytes(text: str) -> str:
     """None are known of a token that is a part of a character."""
-    return "null" if _NOT_TEXT in text else f"[{','.join(map(str, text.encode()))}]"
+    return "null" if NOT_TEXT in text else f"[{','.join(map(str, text.encode()))}]"
 
 
 def name_of(entry: pb.Logprob, as_ids: bool) -> str:
