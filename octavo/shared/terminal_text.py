@@ -1,8 +1,8 @@
 """Text of others for a terminal. What a model, a server or a client says may hold control characters, which would move
 the cursor, hide text or write to the clipboard of whoever reads it.
 
-They are spelt out as JSON writes them (`\\u001b`), so JSON stays what it is. Carriage returns are left out: line ends of
-Windows stay line ends. Pipes and files get every byte as it came.
+They are spelt out as JSON writes them (`\\u001b`), so JSON stays what it is. Carriage returns are left out: line ends
+of Windows stay line ends. Pipes and files get every byte as it came.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def is_terminal() -> bool:
 
 
 def harmless(text: str) -> str:
-    """`text` with its control characters spelt out: C0 except newlines and tabs, DEL and C1; without carriage returns."""
+    """`text` with its control characters spelt out: C0 except newlines and tabs, DEL and C1. No carriage returns."""
     return text.translate(_CONTROLS)
 
 
