@@ -21,7 +21,7 @@ COMMANDS = {
     "serve": "a scheduler and workers on this machine, in one command",
     "scheduler": "the scheduler service alone",
     "worker": "a worker service alone",
-    "gateway": "OpenAI's API over HTTP, before a scheduler",
+    "gateway": "OpenAI's API over HTTP, in front of a scheduler",
     "generate": "complete a text, streamed to the terminal",
     "chat": "talk with the model",
     "model": "fetch, list, show or remove models",
