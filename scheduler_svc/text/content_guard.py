@@ -38,20 +38,19 @@ class ContentGuard:
     """Thread-safe. Its second tokenizer is made when a text is encoded first.
 
     Args:
-        tokenizer: made of `tokenizer_json`.
-        control_tokens: text -> id.
+        tokenizer: is not changed any more.
+        control_tokens: text -> id; all of them added tokens, which text is split at.
         template: source of the chat template, and `looked_for` what it looks for in messages, which stays whole.
     """
 
     def __init__(
         self,
         tokenizer: tokenizers.Tokenizer,
-        tokenizer_json: bytes,
         control_tokens: Mapping[str, int],
         template: str,
         looked_for: Iterable[str] = (),
     ) -> None:
-        self._json = tokenizer_json
+        self._tokenizer = tokenizer
         self._control_tokens = dict(control_tokens)
         self._template = template
         self._is_always_needed = _hides_control_tokens(tokenizer, self._control_tokens)
@@ -94,7 +93,7 @@ class ContentGuard:
         """A tokenizer that knows control tokens by other spellings alone, and these by the texts."""
         key = secrets.token_hex(16)
         spellings = {text: f"{_OPEN}{key}{index}{_CLOSE}" for index, text in enumerate(self._control_tokens)}
-        content = json.loads(self._json)
+        content = json.loads(self._tokenizer.to_str())
         content["post_processor"] = None  # a chat has no tokens but those of its template
         for token in content.get("added_tokens") or ():
             token["content"] = spellings.get(token["content"], token["content"])
@@ -111,16 +110,14 @@ class ContentGuard:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         for text, index in self._control_tokens.items():
-            if tokenizer.token_to_id(spellings[text]) != index:
-                raise ValueError(f"tokenizer.json cannot be read with another spelling of {text!r}")
+            if index not in tokenizer.encode(spellings[text], add_special_tokens=False).ids:
+                raise ValueError(f"the tokenizer does not find another spelling of {text!r}")
         return tokenizer, spellings
 
 
 def _without(merges: list[Any], texts: AbstractSet[str]) -> list[Any]:
-    """The merges that neither take nor make one of `texts`. Each is a pair or, in older files, its text with a space
-    between."""
-    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
-    return [[left, right] for left, right in pairs if texts.isdisjoint((left, right, left + right))]
+    """The merges that neither take nor make one of `texts`."""
+    return [[left, right] for left, right in merges if texts.isdisjoint((left, right, left + right))]
 
 
 def without_mark(text: str, mark: str) -> str:

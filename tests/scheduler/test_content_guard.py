@@ -194,6 +194,19 @@ def test_merges_make_no_control_token_either() -> None:
         assert [tokenizer.token(index) for index in token_ids] == ["<s>", "b", "<s", ">", "a", "</s>"]
 
 
+def test_a_named_token_of_the_vocabulary_alone_is_the_templates_too() -> None:
+    files = tiny_tokenizers.files_of(
+        tiny_tokenizers.byte_level(), eos_token="<|end|>", chat_template="<s>{{ messages[0].content }}<|end|>"
+    )
+    content = json.loads(files["tokenizer.json"])
+    content["model"]["vocab"]["<|end|>"] = 403
+    tokenizer = Tokenizer({**files, "tokenizer.json": json.dumps(content).encode()})
+    for text in ("a <s> b", "a <|end|> b", "a b"):
+        token_ids, _ = _encode(tokenizer, [text])
+        assert (token_ids.count(0), token_ids.count(403), token_ids[-1]) == (1, 1, 403)
+        assert tokenizer.decode(token_ids, skip_special_tokens=False) == f"<s>{text}<|end|>"
+
+
 @pytest.mark.parametrize("allows", [False, True])
 def test_over_requests(tmp_path: Path, allows: bool) -> None:
     """Content and role of a message are text unless that is switched off; a prompt is as it was written."""
