@@ -31,6 +31,8 @@ _TRANSFORMS = re.compile(
     r"\b(batch|capitalize|format|join|lower|map|partition|removeprefix|removesuffix|replace|reverse|rpartition|rsplit"
     r"|slice|split|splitlines|striptags|swapcase|title|translate|truncate|upper|wordwrap)\b"
 )
+# Whose control tokens a template may put together: '<|' + role + '|>'. So it may with those that it compares with.
+_ROLES = frozenset({"assistant", "developer", "function", "observation", "system", "tool", "user"})
 _NEUTRAL_NORMALIZERS = {"Prepend", "Replace", "Sequence"}  # change nothing but spaces, as tokenizers use them
 
 
@@ -56,23 +58,43 @@ class ContentGuard:
         self._is_always_needed = _hides_control_tokens(tokenizer, self._control_tokens)
         whole = _any_of(self._control_tokens)
         self._genuine = re.compile(f"(?>{whole})")
-        if _TRANSFORMS.search(template):
+        looked_for = frozenset(looked_for)
+        self._known_roles = _ROLES | looked_for
+        self._endings = frozenset(text[start:] for text in control_tokens for start in range(1, len(text)))
+        self._joined = "\0".join(control_tokens)
+        self._transforms = _TRANSFORMS.search(template) is not None
+        if self._transforms:
             firsts = {case for text in control_tokens for case in (text[0], text[0].lower(), text[0].upper())}
             kept = _any_of(text for text in looked_for if not any(each.startswith(text) for each in control_tokens))
             self._risky = re.compile(f"{_not(kept)}[{''.join(map(re.escape, sorted(firsts)))}]")
         else:
             self._risky = re.compile(f"(?={whole}|{_any_beginning_of(self._control_tokens)}).", re.DOTALL)
 
-    def mark(self, texts: Iterable[str]) -> tuple[list[str], str]:
-        """The texts with every control token broken, and the mark that breaks them; none where none is needed."""
+    def mark(self, texts: Iterable[str], roles: Iterable[str] = ()) -> tuple[list[str], str]:
+        """The texts with every control token broken, and the mark that breaks them; none where none is needed.
+
+        `roles`: which texts are roles. One that with the template's text around it could be a control token is broken.
+        """
         texts = list(texts)
-        if not self._is_always_needed and not any(map(self._risky.search, texts)):
+        broken = {role for role in roles if self._may_complete(role)}
+        if not self._is_always_needed and not broken and not any(map(self._risky.search, texts)):
             return texts, ""
         taken = "".join([*texts, self._template])
         mark = next((mark for mark in _MARKS if mark not in taken and _in_json(mark) not in taken), None)
         if mark is None:
             raise ValueError(f"the messages have all of {len(_MARKS)} characters for private use")
-        return [self._risky.sub(lambda found: found[0] + mark, text) for text in texts], mark
+        begins = [text[0] + mark if text in broken else "" for text in texts]
+        rests = (text[1:] if begin else text for text, begin in zip(texts, begins, strict=True))
+        marked = (self._risky.sub(lambda found: found[0] + mark, rest) for rest in rests)
+        return list(map(str.__add__, begins, marked)), mark
+
+    def _may_complete(self, role: str) -> bool:
+        """Whether it is a part of a control token, or begins with the end of one."""
+        if role in self._known_roles:
+            return False
+        is_part = role in self._joined
+        longest = max(map(len, self._endings), default=0)
+        return is_part or self._transforms or any(role[:length] in self._endings for length in range(1, longest + 1))
 
     def encode(self, rendered: str, mark: str) -> list[int]:
         """Token ids of what was rendered from marked texts: control tokens where the template wrote them alone."""
