@@ -1,4 +1,4 @@
-"""Two days of requests under the shipped autoscaling rule and others, in virtual time: figures of docs/kubernetes.md.
+"""Two days of requests under the shipped autoscaling rule and others, in virtual time: figures of docs/scaling.md.
 
     python -m benchmarks.autoscaling [--day NAME] [--row NAME]    plays, and keeps each row in benchmarks/results/
     python -m docs.generate                                        writes tables and pictures from them

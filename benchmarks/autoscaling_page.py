@@ -1,4 +1,4 @@
-"""The tables and the picture of autoscaling in docs/kubernetes.md, out of the newest results that are kept.
+"""The tables and the picture of autoscaling in docs/scaling.md, out of the newest results that are kept.
 
 Nothing is measured here. `python -m docs.generate` writes what these functions return into the page; a test compares.
 """

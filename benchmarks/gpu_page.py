@@ -23,6 +23,11 @@ def blocks() -> dict[str, str]:
     }
 
 
+def _figure(value: float) -> str:
+    """Four digits, and all those before the point."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 def _machine(results: dict[str, Any]) -> str:
     machine, card = results["machine"], results["machine"]["gpu"]
     packages = machine["packages"]
@@ -37,7 +42,7 @@ def _tests(results: dict[str, Any]) -> str:
     counts = next(figure["detail"] for figure in results["figures"] if figure["name"] == "tests passed")
     text = f"{counts['passed']} tests passed, {counts['failed']} failed, {counts['skipped']} were skipped"
     if not counts["is_complete"]:
-        text += f"; {len(counts['unfinished'])} had begun, and others had not, when their time was over"
+        text += f"; the run ended at its time limit, with {len(counts['unfinished'])} tests begun and the rest not run"
     return text + "."
 
 
@@ -66,7 +71,12 @@ def _steps(figures: list[dict[str, Any]]) -> str:
     return markdown_table(
         ["what", "value", "goal", "met"],
         [
-            [one["name"], f"{one['value']:,.4g} {one['unit']}".strip(), one["goal"] or "-", _MET[one["is_goal_met"]]]
+            [
+                one["name"],
+                f"{_figure(one['value'])} {one['unit']}".strip(),
+                one["goal"] or "-",
+                _MET[one["is_goal_met"]],
+            ]
             for one in figures
         ],
     )

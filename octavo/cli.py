@@ -22,7 +22,7 @@ COMMANDS = {
     "serve": "a scheduler and workers on this machine, in one command",
     "scheduler": "the scheduler service alone",
     "worker": "a worker service alone",
-    "gateway": "OpenAI's API over HTTP, before a scheduler",
+    "gateway": "OpenAI's API over HTTP, in front of a scheduler",
     "generate": "complete a text, streamed to the terminal",
     "chat": "talk with the model",
     "model": "fetch, list, show or remove models",
@@ -75,11 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (part := _PARTS.get(error.name or "")) is not None:  # each image has one of them
             print(f"{prog}: error: there is no {part} here: the image octavo-{part} has it, and pip install "
-                  "'octavo[all]' brings all", file=sys.stderr)  # fmt: skip
+                  "'.[all]' in a clone of Octavo brings all", file=sys.stderr)  # fmt: skip
             return 1
         if error.name is None or error.name.partition(".")[0] in _OWN_PACKAGES:
             raise
-        print(f"{prog}: error: {error.name} is missing; pip install 'octavo[all]' brings it", file=sys.stderr)
+        where = "pip install '.[all]' in a clone of Octavo"
+        print(f"{prog}: error: {error.name} is missing; {where} brings it", file=sys.stderr)
         return 1
     except Exception as error:
         why = " ".join(str(error).split())

@@ -609,7 +609,7 @@ def test_the_page_says_after_how_long_workers_are_taken_away() -> None:
     (hpa,) = read(KUBERNETES / "components" / "hpa" / "hpa.yaml")
     minutes = hpa["spec"]["behavior"]["scaleDown"]["stabilizationWindowSeconds"] // 60
     assert f"after {minutes} quiet minutes" in PAGES["docs/kubernetes.md"]
-    assert f"stays for {minutes} minutes (`stabilizationWindowSeconds`)" in PAGES["docs/kubernetes.md"]
+    assert f"stays for {minutes} minutes (`stabilizationWindowSeconds`)" in PAGES["docs/scaling.md"]
 
 
 def test_the_key_of_prometheus_has_no_newline(tmp_path: Path) -> None:

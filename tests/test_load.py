@@ -366,8 +366,8 @@ def test_pictures_name_their_axes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("library", "extra", "flags"),
     [
-        ("matplotlib", "octavo[pictures]", ["--pictures", "drawn"]),
-        ("aiohttp", "octavo[load]", ["--url", "http://x/v1"]),
+        ("matplotlib", "'.[pictures]'", ["--pictures", "drawn"]),
+        ("aiohttp", "'.[load]'", ["--url", "http://x/v1"]),
     ],
 )
 def test_without_its_library_a_flag_names_the_extra_before_anything_is_sent(

@@ -12,7 +12,7 @@ from octavo.cli import CommandError, main
 from octavo.shared.terminal_text import TERMINAL, harmless, harmless_line, say
 
 HOSTILE = "\x1b]52;c;eA==\x07\x1b[8mhidden\x9b2J\x7f\r"
-SPELT_OUT = r"\u001b]52;c;eA==\u0007\u001b[8mhidden\u009b2J\u007f\u000d"
+SPELT_OUT = r"\u001b]52;c;eA==\u0007\u001b[8mhidden\u009b2J\u007f"
 
 
 class Terminal(io.StringIO):

@@ -250,7 +250,7 @@ def test_missing_packages_are_one_line(
     )
     assert main([*command.split(), "--port=0", "--otlp-traces-endpoint=http://127.0.0.1:4317"]) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "opentelemetry-sdk is not installed" in last and "octavo[tracing]" in last
+    assert "opentelemetry-sdk is not installed" in last and "pip install '.[tracing]'" in last
 
 
 def test_nothing_of_it_is_imported_while_it_is_off() -> None:

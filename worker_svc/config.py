@@ -34,7 +34,7 @@ class WorkerConfig:
     host: str = option("127.0.0.1", "address to listen on", group=COMMON)
     port: int = option(50061, "port to listen on; 0 takes a free one", group=COMMON)
     device: str = option(
-        "auto", "auto: the first GPU, or the CPU where there is none", group=COMMON, metavar="auto|cpu|cuda|cuda:N"
+        "auto", "auto: GPU 0, or the CPU where that cannot be used", group=COMMON, metavar="auto|cpu|cuda|cuda:N"
     )
     dtype: str = option(
         "auto",

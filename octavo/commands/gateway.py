@@ -1,4 +1,4 @@
-"""`octavo gateway`: OpenAI's API over HTTP, before a scheduler."""
+"""`octavo gateway`: OpenAI's API over HTTP, in front of a scheduler."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Column:
 
     @property
     def asked_width(self) -> int:
-        """What it is left out without, in characters."""
+        """Characters that it needs: all of its cells, or the beginning of names."""
         width = max([self.min_width, len(self.title), *map(_width, self.cells)])
         return min(width, _NAME_WIDTH) if self.is_name or self.folds else width
 
@@ -61,7 +61,7 @@ class FittingTable:
             column.cells.append(text(cell) if isinstance(cell, str) else cell)
 
     def shown(self, width: int) -> list[Column]:
-        """The columns that fit into so many characters; all that are never spared, if none do."""
+        """The columns that fit into so many characters; those that are never spared, if none do."""
         left_out: set[str] = set()
         for title in self.spared:
             if _total(self._without(left_out)) <= width:
@@ -80,7 +80,7 @@ class FittingTable:
                 column.title,
                 justify="right" if column.is_number else "left",
                 min_width=column.min_width or None,
-                no_wrap=not (column.is_name or column.folds),  # rich narrows those that may be wrapped, if any
+                no_wrap=not (column.is_name or column.folds),  # rich first narrows those that may be wrapped
             )
         for row in zip(*(column.cells for column in columns), strict=True):
             table.add_row(*row)

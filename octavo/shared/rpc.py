@@ -34,7 +34,6 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # busy answers, as below; the 5 s are for a machine that swaps.
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.enable_retries", 0),  # a step or a generation sent twice is not the same as sent once
-    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.enable_http_proxy", 0),  # `http_proxy` counts for loopback too, and its host would read keys and tokens
 )
 _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (

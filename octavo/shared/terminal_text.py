@@ -1,7 +1,8 @@
 """Text of others for a terminal. What a model, a server or a client says may hold control characters, which would move
 the cursor, hide text or write to the clipboard of whoever reads it.
 
-They are spelt out as JSON writes them (`\\u001b`), so JSON stays what it is. Pipes and files get every byte as it came.
+They are spelt out as JSON writes them (`\\u001b`), so JSON stays what it is. Carriage returns are left out: line ends
+of Windows stay line ends. Pipes and files get every byte as it came.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TextIO
 
 TERMINAL = "OCTAVO_TERMINAL"  # set for a child whose standard error is a pipe to a terminal (`child_output`)
 _CONTROLS = {code: f"\\u{code:04x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+_CONTROLS[ord("\r")] = ""
 
 
 def is_terminal() -> bool:
@@ -20,7 +22,7 @@ def is_terminal() -> bool:
 
 
 def harmless(text: str) -> str:
-    """`text` with its control characters spelt out: C0 except newlines and tabs, DEL and C1."""
+    """`text` with its control characters spelt out: C0 except newlines and tabs, DEL and C1. No carriage returns."""
     return text.translate(_CONTROLS)
 
 

@@ -80,7 +80,8 @@ def _tokens(config: SchedulerConfig) -> JwtCallers:
         import jwt  # noqa: F401  # looked for before anything needs it
         from cryptography.exceptions import InvalidSignature  # noqa: F401  # likewise
     except ImportError:
-        raise OptionError("tokens need a library that is not installed: pip install 'octavo[jwt]'") from None
+        where = "pip install '.[jwt]' in a clone of Octavo"
+        raise OptionError(f"tokens need a library that is not installed: {where} brings it") from None
     from octavo.shared.access.jwt_callers import JwtCallers, TokenRules
 
     rules = TokenRules(config.jwt_issuer, config.jwt_audience, config.jwt_tenant_claim, config.jwt_roles_claim)

@@ -476,4 +476,5 @@ class Engine:
 
     def _on_stop(self) -> None:
         self._events.stop()
+        self._placement.failed.write()
         self._has_stopped = True

@@ -10,6 +10,7 @@ from octavo.shared.log import trace
 from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.engine.adapters import Adapters
+from scheduler_svc.engine.failed_requests import FailedRequests
 from scheduler_svc.engine.joined_workers import JoinedWorkers
 from scheduler_svc.engine.metrics.model_metrics import ModelMetrics
 from scheduler_svc.engine.output_sink import OutputSink
@@ -24,7 +25,11 @@ log = structlog.get_logger()
 
 
 class Placement:
-    """Places, moves and ends groups. Each is taken out of every place that knows it when it has ended."""
+    """Places, moves and ends groups. Each is taken out of every place that knows it when it has ended.
+
+    Attributes:
+        failed: those that it ended with an error, for the log.
+    """
 
     def __init__(
         self,
@@ -50,6 +55,7 @@ class Placement:
         self._traces = traces
         self._clock = clock
         self._recorder = recorder
+        self.failed = FailedRequests()
 
     def place(self, group: SequenceGroup) -> None:
         """Binds a group to a worker, or has it wait for one that can take it. One that brings a fault ends."""
@@ -114,6 +120,8 @@ class Placement:
     def tell_end(self, group: SequenceGroup, reason: FinishReason, message: str, is_invalid: bool = False) -> None:
         """Forgets the group everywhere, then tells the sink."""
         self.forget(group, reason)
+        if reason is FinishReason.ERROR:
+            self.failed.note(group.request_id, message)
         self._sink.put_end(group, reason, message, is_invalid)
 
     def forget(self, group: SequenceGroup, reason: FinishReason) -> None:

@@ -82,6 +82,7 @@ class TimeLimits:
         for group in self._stranded.overdue(now_ns - int(timeout_s * 1e9)):
             message = f"{self._stranded.why(group)}; no other came within {timeout_s:g} s (--worker-wait-timeout)"
             self._placement.end(group, FinishReason.ERROR, message)
+        self._placement.failed.look(now_ns)
 
     def _workers_to_watch(self, now_ns: int) -> list[WorkerHandle]:
         """All a few times a second, and one in turn whenever the loop turns: a step costs the same however many there

@@ -152,7 +152,7 @@ class OutputStream:
             # What was held back as the possible begin of a stop string, or as half a character, is text after all.
             rest = self._detokenizer.finish()
             self._texts.append(rest.text)
-            if rest.matched_stop is not None and reason is FinishReason.LENGTH:
+            if rest.matched_stop is not None and reason in (FinishReason.LENGTH, FinishReason.STOP):
                 self._matched_stop, self.finish_reason = rest.matched_stop, FinishReason.STOP
 
     def fail(self) -> None:

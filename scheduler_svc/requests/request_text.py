@@ -128,7 +128,7 @@ class RequestText:
         _check_messages(messages, self._model)
         texts, mark = [text for each in messages.messages for text in _texts(each)], ""
         if not self._settings.allow_special_tokens_in_content:
-            texts, mark = tokenizer.content_guard.mark(texts)
+            texts, mark = tokenizer.content_guard.mark(texts, roles=texts[::2])
         rendered = self._render(messages, texts, mark)
         if mark:
             return tokenizer.content_guard.encode(rendered, mark)
@@ -153,11 +153,29 @@ class RequestText:
         return rendered
 
     def _bad_words(self, params: pb.SamplingParams) -> list[tuple[int, ...]]:
-        """Each word as it is written at the begin of a text and, unless it begins with whitespace, after a space."""
-        encode, words = self._model.tokenizer.encode, params.bad_words
-        spellings = dict.fromkeys([*words, *(" " + word for word in words if not word[0].isspace())])
-        encoded = (tuple(encode(spelling, add_special_tokens=False)) for spelling in spellings)
-        return list(dict.fromkeys(word for word in encoded if word))
+        """Each word's tokens within a text and, unless it begins with whitespace, those after a space, after a newline
+        and at the begin of a text. Llama 2 has others for each: its texts begin with a space that nobody has written.
+        """
+        if not params.bad_words:
+            return []
+        word_ids, line_ids = self._encode_text("a"), self._encode_text("\n")
+        found: list[Sequence[int]] = []
+        for word in params.bad_words:
+            if word[0].isspace():
+                found.append(self._ids_behind("a", word_ids, word))
+            else:
+                found.append(self._encode_text(word))
+                found.append(self._ids_behind("a", word_ids, " " + word))
+                found.append(self._ids_behind("\n", line_ids, word))
+        return list(dict.fromkeys(tuple(ids) for ids in found if ids))
+
+    def _ids_behind(self, text: str, text_ids: list[int], word: str) -> list[int]:
+        """Of the word in "`text``word`"; those of the word alone where a token has a part of both."""
+        ids = self._encode_text(text + word)
+        return ids[len(text_ids) :] if ids[: len(text_ids)] == text_ids else self._encode_text(word)
+
+    def _encode_text(self, text: str) -> list[int]:
+        return self._model.tokenizer.encode(text, add_special_tokens=False)
 
 
 def _texts(message: pb.ChatMessage) -> tuple[str, str, str]:

@@ -22,6 +22,7 @@ from protos import frontend_pb2, shards_pb2
 from protos import inference_pb2 as pb
 from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.core.sequences.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.engine.failed_requests import FailedRequests
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull, RequestRefused, UnknownName, Unsupported
 from scheduler_svc.frontends.core_link import StateListener
 from scheduler_svc.limits.over_limit import OverLimit
@@ -93,6 +94,7 @@ class ShardedCore:
         self._used: dict[SequenceGroup, tuple[int, int]] = {}  # tokens that it brought along, and generated ones told
         self._moves: dict[SequenceGroup, asyncio.Task[None]] = {}
         self._num_losses: dict[SequenceGroup, int] = {}
+        self._failed = FailedRequests()
         self._shared_models = SharedModels()
         self.models = ServedModels()
         self._state = shards_pb2.FrontState()
@@ -112,6 +114,7 @@ class ShardedCore:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._failed.write()
 
     def say_listening(self, pid: int) -> None:
         """Tells the parent that clients can connect; `pid`: this process."""
@@ -346,6 +349,8 @@ class ShardedCore:
 
     def _end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
         """Of a group that no shard has."""
+        if reason is FinishReason.ERROR:
+            self._failed.note(group.request_id, message)
         self._mailboxes.ring(partial(take_end, group, reason, message))
         self._release_id(group)
         move = self._moves.pop(group, None)
@@ -373,6 +378,7 @@ class ShardedCore:
         while True:
             await asyncio.sleep(LOOK_S)
             try:
+                self._failed.look(time.monotonic_ns())
                 if self._counts_tokens and clock() - told_s >= TELL_USE_S:
                     told_s = clock()
                     for group, number in self._ids.items():

@@ -20,6 +20,7 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_WRITERS = frozenset({"append", "d", "default", "format", "join"})  # filters and methods: what they take is written
 _CUT = "OCTAVO_CUTS_HERE "  # the space shows whether the template trims the end of a message
 
 
@@ -90,13 +91,26 @@ class ChatTemplate:
 
     @cached_property
     def looked_for(self) -> frozenset[str]:
-        """Texts that the template compares with, or hands to a function or filter: it may look for them in messages."""
+        """Texts that the template compares with, or hands to a method or filter: it may look for them in messages.
+
+        What a macro takes, or a filter is put behind, or that joins texts, is what the template writes itself.
+        """
         try:
             tree = _environment().parse(self._source)
         except jinja2.TemplateSyntaxError:
             return frozenset()
-        askers = tree.find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test))
-        constants = (constant.value for asker in askers for constant in asker.find_all(nodes.Const))
+        asked = list[nodes.Node](tree.find_all((nodes.Compare, nodes.Test)))
+        for call in tree.find_all(nodes.Call):
+            if isinstance(call.node, nodes.Getattr) and call.node.attr not in _WRITERS:
+                asked += [*call.args, *call.kwargs]
+        for each in tree.find_all(nodes.Filter):
+            if each.name not in _WRITERS:
+                asked += [*each.args, *each.kwargs]
+        constants = (
+            constant.value
+            for node in asked
+            for constant in ([node] if isinstance(node, nodes.Const) else node.find_all(nodes.Const))
+        )
         return frozenset(value for value in constants if isinstance(value, str))
 
     def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, max_chars: int | None) -> str:

@@ -31,6 +31,8 @@ _TRANSFORMS = re.compile(
     r"\b(batch|capitalize|format|join|lower|map|partition|removeprefix|removesuffix|replace|reverse|rpartition|rsplit"
     r"|slice|split|splitlines|striptags|swapcase|title|translate|truncate|upper|wordwrap)\b"
 )
+# Whose control tokens a template may put together: '<|' + role + '|>'. So it may with those that it compares with.
+_ROLES = frozenset({"assistant", "developer", "function", "observation", "system", "tool", "user"})
 _NEUTRAL_NORMALIZERS = {"Prepend", "Replace", "Sequence"}  # change nothing but spaces, as tokenizers use them
 
 
@@ -38,42 +40,61 @@ class ContentGuard:
     """Thread-safe. Its second tokenizer is made when a text is encoded first.
 
     Args:
-        tokenizer: made of `tokenizer_json`.
-        control_tokens: text -> id.
+        tokenizer: is not changed any more.
+        control_tokens: text -> id; all of them added tokens, which text is split at.
         template: source of the chat template, and `looked_for` what it looks for in messages, which stays whole.
     """
 
     def __init__(
         self,
         tokenizer: tokenizers.Tokenizer,
-        tokenizer_json: bytes,
         control_tokens: Mapping[str, int],
         template: str,
         looked_for: Iterable[str] = (),
     ) -> None:
-        self._json = tokenizer_json
+        self._tokenizer = tokenizer
         self._control_tokens = dict(control_tokens)
         self._template = template
         self._is_always_needed = _hides_control_tokens(tokenizer, self._control_tokens)
         whole = _any_of(self._control_tokens)
         self._genuine = re.compile(f"(?>{whole})")
-        if _TRANSFORMS.search(template):
+        looked_for = frozenset(looked_for)
+        self._known_roles = _ROLES | looked_for
+        self._endings = frozenset(text[start:] for text in control_tokens for start in range(1, len(text)))
+        self._joined = "\0".join(control_tokens)
+        self._transforms = _TRANSFORMS.search(template) is not None
+        if self._transforms:
             firsts = {case for text in control_tokens for case in (text[0], text[0].lower(), text[0].upper())}
             kept = _any_of(text for text in looked_for if not any(each.startswith(text) for each in control_tokens))
             self._risky = re.compile(f"{_not(kept)}[{''.join(map(re.escape, sorted(firsts)))}]")
         else:
             self._risky = re.compile(f"(?={whole}|{_any_beginning_of(self._control_tokens)}).", re.DOTALL)
 
-    def mark(self, texts: Iterable[str]) -> tuple[list[str], str]:
-        """The texts with every control token broken, and the mark that breaks them; none where none is needed."""
+    def mark(self, texts: Iterable[str], roles: Iterable[str] = ()) -> tuple[list[str], str]:
+        """The texts with every control token broken, and the mark that breaks them; none where none is needed.
+
+        `roles`: which texts are roles. One that with the template's text around it could be a control token is broken.
+        """
         texts = list(texts)
-        if not self._is_always_needed and not any(map(self._risky.search, texts)):
+        broken = {role for role in roles if self._may_complete(role)}
+        if not self._is_always_needed and not broken and not any(map(self._risky.search, texts)):
             return texts, ""
         taken = "".join([*texts, self._template])
         mark = next((mark for mark in _MARKS if mark not in taken and _in_json(mark) not in taken), None)
         if mark is None:
             raise ValueError(f"the messages have all of {len(_MARKS)} characters for private use")
-        return [self._risky.sub(lambda found: found[0] + mark, text) for text in texts], mark
+        begins = [text[0] + mark if text in broken else "" for text in texts]
+        rests = (text[1:] if begin else text for text, begin in zip(texts, begins, strict=True))
+        marked = (self._risky.sub(lambda found: found[0] + mark, rest) for rest in rests)
+        return list(map(str.__add__, begins, marked)), mark
+
+    def _may_complete(self, role: str) -> bool:
+        """Whether it is a part of a control token, or begins with the end of one."""
+        if role in self._known_roles:
+            return False
+        is_part = role in self._joined
+        longest = max(map(len, self._endings), default=0)
+        return is_part or self._transforms or any(role[:length] in self._endings for length in range(1, longest + 1))
 
     def encode(self, rendered: str, mark: str) -> list[int]:
         """Token ids of what was rendered from marked texts: control tokens where the template wrote them alone."""
@@ -94,7 +115,7 @@ class ContentGuard:
         """A tokenizer that knows control tokens by other spellings alone, and these by the texts."""
         key = secrets.token_hex(16)
         spellings = {text: f"{_OPEN}{key}{index}{_CLOSE}" for index, text in enumerate(self._control_tokens)}
-        content = json.loads(self._json)
+        content = json.loads(self._tokenizer.to_str())
         content["post_processor"] = None  # a chat has no tokens but those of its template
         for token in content.get("added_tokens") or ():
             token["content"] = spellings.get(token["content"], token["content"])
@@ -111,16 +132,14 @@ class ContentGuard:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         for text, index in self._control_tokens.items():
-            if tokenizer.token_to_id(spellings[text]) != index:
-                raise ValueError(f"tokenizer.json cannot be read with another spelling of {text!r}")
+            if index not in tokenizer.encode(spellings[text], add_special_tokens=False).ids:
+                raise ValueError(f"the tokenizer does not find another spelling of {text!r}")
         return tokenizer, spellings
 
 
 def _without(merges: list[Any], texts: AbstractSet[str]) -> list[Any]:
-    """The merges that neither take nor make one of `texts`. Each is a pair or, in older files, its text with a space
-    between."""
-    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
-    return [[left, right] for left, right in pairs if texts.isdisjoint((left, right, left + right))]
+    """The merges that neither take nor make one of `texts`."""
+    return [[left, right] for left, right in merges if texts.isdisjoint((left, right, left + right))]
 
 
 def without_mark(text: str, mark: str) -> str:

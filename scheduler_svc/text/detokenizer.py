@@ -4,6 +4,9 @@ The text released after k tokens is a function of the first k ids alone, whateve
 and possible beginnings of stop strings are held back. So an output that resumes elsewhere feeds the tokens its client
 has, throws that text away, and goes on with exactly the unreleased text. Only generated tokens are fed: a stop string
 never matches in the prompt.
+
+Byte tokens are held back while later ones may still change their text, but a stop string in them counts at once: it
+ends the output, so no later ones come.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from scheduler_svc.text.stop_automaton import StopAutomaton
-from scheduler_svc.text.stop_strings import StopStrings
+from scheduler_svc.text.stop_strings import CheckedText, StopStrings
 from scheduler_svc.text.tokenizer import Tokenizer
 
 
@@ -47,6 +50,7 @@ class Detokenizer:
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._num_tokens = 0
+        self._early: list[str] = []  # what the stream holds back and no stop string may end in, as `min_tokens` says
         self._matched_stop: str | None = None
 
     def update(self, token_ids: Sequence[int], ended_by_stop_token: bool = False) -> TextDelta:
@@ -64,7 +68,11 @@ class Detokenizer:
         for count, token_id in enumerate(shown_ids, start=1):
             self._num_tokens += 1
             text = self._stream.push((token_id,))
-            checked = self._stops.push(text, may_match=self._num_tokens > self._min_tokens)
+            if not text:
+                if not self._completes_stop(self._stops, self._stream.peek()):
+                    continue
+                text = self._stream.finish()
+            checked = self._check(self._stops, text)
             texts.append(checked.text)
             if checked.matched is not None:
                 self._matched_stop = checked.matched
@@ -81,8 +89,29 @@ class Detokenizer:
         rest = self._stream.finish()
         if self._stops is None:
             return TextDelta(rest, None, 0)
-        checked = self._stops.push(rest, may_match=self._num_tokens > self._min_tokens)
+        checked = self._check(self._stops, rest)
         self._matched_stop = checked.matched
         if checked.matched is not None:
             return TextDelta(checked.text, checked.matched, 0)
         return TextDelta(checked.text + self._stops.finish(), None, 0)
+
+    def _completes_stop(self, stops: StopStrings, peeked: str) -> bool:
+        """`peeked`: whole characters of the last token's that the stream holds back."""
+        if not peeked:
+            return False
+        may_match = self._num_tokens > self._min_tokens
+        if not may_match:
+            self._early.append(peeked)
+        return stops.peek(peeked, may_match)
+
+    def _check(self, stops: StopStrings, text: str) -> CheckedText:
+        """`text`: what the stream has released with the last token, from its first held back character on."""
+        may_match = self._num_tokens > self._min_tokens
+        if not (self._early and text):
+            return stops.push(text, may_match)
+        early, self._early = "".join(self._early), []
+        if not may_match or not text.startswith(early):  # it has become U+FFFD
+            return stops.push(text, may_match)
+        shown = stops.push(early, may_match=False).text
+        checked = stops.push(text[len(early) :])
+        return CheckedText(shown + checked.text, checked.matched)

@@ -31,11 +31,27 @@ class StopStrings:
         self._automaton = automaton
         self._include_in_output = include_in_output
         self._node = 0
+        self._peeked_node = 0  # after what `peek` has seen since the last push
         self._held = HeldText()
 
     def push(self, text: str, may_match: bool = True) -> CheckedText:
         """The next part of the text. Without `may_match` no match may end in it, though one may begin in it."""
-        automaton, node, position = self._automaton, self._node, 0
+        position, node, index = self._search(self._node, text, may_match)
+        if index != NO_STRING:
+            return self._match(self._automaton.strings[index], text[:position])
+        self._node = self._peeked_node = node
+        self._held.append(text)
+        kept = 0 if self._include_in_output else self._automaton.num_undecided[node]
+        return CheckedText(self._held.take_all_but(kept), None)
+
+    def peek(self, text: str, may_match: bool = True) -> bool:
+        """Whether a stop string is complete in text that may be pushed next, behind what was peeked at before it."""
+        _, self._peeked_node, index = self._search(self._peeked_node, text, may_match)
+        return index != NO_STRING
+
+    def _search(self, node: int, text: str, may_match: bool) -> tuple[int, int, int]:
+        """(position, node, index): behind the first match and which string it is, or at the end and NO_STRING."""
+        automaton, position = self._automaton, 0
         while position < len(text):
             if not node:
                 beginning = automaton.first_letters.search(text, position)
@@ -45,11 +61,8 @@ class StopStrings:
             node = automaton.step(node, text[position])
             position += 1
             if may_match and (index := automaton.matched[node]) != NO_STRING:
-                return self._match(automaton.strings[index], text[:position])
-        self._node = node
-        self._held.append(text)
-        kept = 0 if self._include_in_output else automaton.num_undecided[node]
-        return CheckedText(self._held.take_all_but(kept), None)
+                return position, node, index
+        return position, node, NO_STRING
 
     def finish(self) -> str:
         """What was held back, when no more text comes."""

@@ -7,7 +7,7 @@
   exact, and one join for any number of tokens. Holds back at most three bytes.
 - Replace, ByteFallback, Fuse, Strip, or Metaspace (Llama 2, Mistral, Gemma, T5): text or byte by id from a table.
   Exact. `decode` makes a run of byte tokens into U+FFFD as a whole when any part of it is not UTF-8, so a run is held
-  back until it ends.
+  back until it ends. `peek` shows it before, to who might end the output there.
 - Anything else (WordPiece, CTC, no decoder): a window of the last ids is decoded with and without the new ones, as
   serving engines do. Exact where a token's text depends on no more than its neighbour; at most `_WINDOW_TOKENS` ids
   are held back.
@@ -32,6 +32,7 @@ from typing import Any, Protocol
 import tokenizers
 
 _WINDOW_TOKENS = 16
+_CHARACTER_BYTES = 4  # at most, in UTF-8
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -40,6 +41,12 @@ class TextStream(Protocol):
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that became certain with these ids."""
+
+    def peek(self) -> str:
+        """Whole characters that are held back, without those that it has given before. Called after every id.
+
+        They are text if the output ends here; with ids that follow they may become U+FFFD.
+        """
 
     def finish(self) -> str:
         """What was held back; incomplete characters as U+FFFD. Nothing may be pushed after it."""
@@ -119,6 +126,10 @@ class ByteLevelStream:
             data = b"".join([pieces[index] for index in token_ids if index < len(pieces)])
         return self._utf8.decode(data)
 
+    def peek(self) -> str:
+        """See `TextStream.peek`: half a character is none."""
+        return ""
+
     def finish(self) -> str:
         """See `TextStream.finish`."""
         return self._utf8.decode(b"", final=True)
@@ -193,8 +204,10 @@ class SentencePieceStream:
         self._next_pieces = first_pieces
         self._pieces = pieces
         self._run = bytearray()  # byte tokens since the last text
+        self._num_peeked = 0  # of its bytes: whole characters, as `peek` knows
         self._strip_letter = strip_letter
         self._strip_count = strip_count
+        self._peeked_strip_count = 0  # what would be left of it behind those characters
 
     def push(self, token_ids: Sequence[int]) -> str:
         """See `TextStream.push`; a run of byte tokens is held back until it ends."""
@@ -210,27 +223,43 @@ class SentencePieceStream:
             if self._run:
                 texts.append(self._end_run())
             texts.append(piece)
-        return self._stripped("".join(texts))
+        text, self._strip_count = self._strip("".join(texts), self._strip_count)
+        return text
+
+    def peek(self) -> str:
+        """See `TextStream.peek`: of the run of byte tokens."""
+        end = self._run[self._num_peeked :] if len(self._run) <= self._num_peeked + _CHARACTER_BYTES else b""
+        try:
+            text = end.decode()
+        except UnicodeDecodeError:
+            return ""
+        if not self._num_peeked:
+            self._peeked_strip_count = self._strip_count
+        self._num_peeked += len(end)
+        text, self._peeked_strip_count = self._strip(text, self._peeked_strip_count)
+        return text
 
     def finish(self) -> str:
         """See `TextStream.finish`."""
-        return self._stripped(self._end_run())
+        text, self._strip_count = self._strip(self._end_run(), self._strip_count)
+        return text
 
     def _end_run(self) -> str:
-        run, self._run = self._run, bytearray()
+        run, self._run, self._num_peeked = self._run, bytearray(), 0
         try:
             return run.decode()
         except UnicodeDecodeError:
             return "\N{REPLACEMENT CHARACTER}" * len(run)
 
-    def _stripped(self, text: str) -> str:
-        while self._strip_count and text:
+    def _strip(self, text: str, count: int) -> tuple[str, int]:
+        """The text without up to `count` letters in front, and how many may go from what follows."""
+        while count and text:
             if text[0] != self._strip_letter:
-                self._strip_count = 0
+                count = 0
             else:
-                self._strip_count -= 1
+                count -= 1
                 text = text[1:]
-        return text
+        return text, count
 
 
 # ---- Any decoder ----------------------------------------------------------------------------------------------------
@@ -248,6 +277,10 @@ class WindowStream:
     def push(self, token_ids: Sequence[int]) -> str:
         """See `TextStream.push`; decodes once an id, with those before it."""
         return "".join([self._push_one(index) for index in token_ids])
+
+    def peek(self) -> str:
+        """See `TextStream.peek`: whole characters are not held back."""
+        return ""
 
     def finish(self) -> str:
         """See `TextStream.finish`."""

@@ -56,9 +56,10 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._config = {name: _read_json(files, name) for name in _FILE_NAMES[1:] if name.endswith(".json")}
+        self.special_tokens = self._named_special_tokens()  # "bos_token" -> its text, as chat templates see them
+        self._mark_special_tokens()
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_token_ids = frozenset(index for index, token in added.items() if token.special)
-        self.special_tokens = self._named_special_tokens()  # "bos_token" -> its text, as chat templates see them
         self.eos_token_ids = self._find_eos_token_ids()
         source = _template_source(files, self._config["tokenizer_config.json"])
         self.chat_template = ChatTemplate(source, self.special_tokens) if source is not None else None
@@ -107,7 +108,6 @@ class Tokenizer:
         assert self.chat_template is not None
         return ContentGuard(
             self._tokenizer,
-            self._files["tokenizer.json"],
             self.control_tokens,
             self.chat_template.source,
             self.chat_template.looked_for,
@@ -188,9 +188,30 @@ class Tokenizer:
         return self._tokenizer.token_to_id(token) if token is not None else None
 
     def _named_special_tokens(self) -> dict[str, str]:
-        given = self._config["special_tokens_map.json"] | self._config["tokenizer_config.json"]
-        texts = {name: _token_content(given.get(name)) for name in _SPECIAL_NAMES}
+        texts = {name: _token_content(self._said_of_tokens.get(name)) for name in _SPECIAL_NAMES}
         return {name: text for name, text in texts.items() if text is not None}
+
+    @property
+    def _said_of_tokens(self) -> dict[str, Any]:
+        return self._config["special_tokens_map.json"] | self._config["tokenizer_config.json"]
+
+    def _mark_special_tokens(self) -> None:
+        """What the configs name is special and matched whole, whatever tokenizer.json says, as in `transformers`.
+
+        A token without an id is not added: the model may have no row for it.
+        """
+        said = self._said_of_tokens
+        named = [_token_content(value) for name, value in said.items() if name.endswith("_token")]
+        for name in ("additional_special_tokens", "extra_special_tokens"):
+            more = said.get(name)
+            values = more.values() if isinstance(more, dict) else more if isinstance(more, list) else ()
+            named += map(_token_content, values)
+        added = {token.content: token for token in self._tokenizer.get_added_tokens_decoder().values()}
+        for text in dict.fromkeys(named):
+            if text and self._tokenizer.token_to_id(text) is not None:
+                token = added.get(text) or tokenizers.AddedToken(text, normalized=False)
+                if not token.special:
+                    self._tokenizer.add_special_tokens([token])
 
     def _find_eos_token_ids(self) -> tuple[int, ...]:
         """From the generation config, else the model's config, else the tokenizer's EOS token."""

@@ -678,7 +678,8 @@ def test_a_part_that_is_not_installed_is_one_line() -> None:
     code = "import sys; sys.modules['torch'] = None; from octavo.cli import main; sys.exit(main(['worker']))"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 1
-    assert ended.stderr == "octavo worker: error: torch is missing; pip install 'octavo[all]' brings it\n"
+    where = "pip install '.[all]' in a clone of Octavo"
+    assert ended.stderr == f"octavo worker: error: torch is missing; {where} brings it\n"
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,12 @@ ELSEWHERE = {
         "--tls-cert-file",
     ),
     "octavo serve --http-port 8000": ("tests/integration/test_gateway.py", "--http-port"),
-    "octavo serve --workers 2 --port 50052": ("tests/integration/test_serve.py", "--workers"),
-    "octavo scheduler --worker dns:///workers:50061": ("tests/scheduler/test_worker_pool.py", "dns:///"),
+    f"octavo serve {MODEL} --workers 2": ("tests/integration/test_serve.py", "--workers"),
+    "octavo serve MODEL --workers 4 --device cuda": ("tests/test_serving_plan.py", '"cuda"'),
+    "octavo scheduler --host 0.0.0.0 --insecure --worker dns:///workers:50061": (
+        "tests/scheduler/test_worker_pool.py",
+        "dns:///",
+    ),
     "octavo scheduler --worker dns:///workers:50061 --worker-quota 8": ("tests/chaos/test_scheduler_loss.py", "quota"),
     "octavo gateway --scheduler 10.0.0.1:50051,10.0.0.2:50051 --processes 4": (
         "tests/integration/test_gateway.py",
@@ -66,7 +70,7 @@ ELSEWHERE = {
     "octavo chat": ("tests/integration/test_chat_commands.py", "conversation"),
     "docker compose up --build --scale worker=3": ("deploy/try-compose.sh", "--scale worker="),
     "docker compose --profile http build": ("deploy/try-compose.sh", "build"),
-    "docker compose -f compose.yaml -f compose.gpu.yaml up": ("tests/test_containers.py", "compose.gpu.yaml"),
+    "docker compose -f compose.yaml -f compose.gpu.yaml up --build": ("tests/test_containers.py", "compose.gpu.yaml"),
     "docker compose -f compose.yaml -f compose.ranks.yaml up": ("tests/test_containers.py", "compose.ranks.yaml"),
     "docker compose -f compose.yaml -f compose.ranks.yaml up --build": (
         "tests/test_containers.py",

@@ -128,5 +128,5 @@ def test_without_the_library_it_says_what_to_install(tmp_path: Path, monkeypatch
 
     monkeypatch.setitem(sys.modules, "jwt", None)
     config = SchedulerConfig(jwt_jwks_url="https://a", jwt_issuer="a", jwt_audience="b")
-    with pytest.raises(OptionError, match=r"pip install 'octavo\[jwt\]'"):
+    with pytest.raises(OptionError, match=r"pip install '\.\[jwt\]' in a clone"):
         Authority.of(config)

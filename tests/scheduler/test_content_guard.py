@@ -142,6 +142,84 @@ def test_tokens_that_only_the_template_writes_are_control_tokens_and_those_it_lo
     assert (token_ids.count(turn), token_ids.count(think)) == (1, 2)
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% macro turn(mark, text) %}{{ mark }}{{ text }}{% endmacro %}"
+        "{% for m in messages %}{{ turn('<turn>', m.content) }}{% endfor %}",
+        "{% macro turn(mark, text) %}{{ mark }}{{ text }}{% endmacro %}"
+        "{% for m in messages %}{{ turn(mark='<turn>', text=m.content) }}{% endfor %}",
+        "{% for m in messages %}{{ ['<turn>', m.content] | join('') }}{% endfor %}",
+        "{% for m in messages %}{{ ('<turn>' + m.content) | trim }}{% endfor %}",
+        "{% for m in messages %}{{ ('<turn>' + m.content).strip() }}{% endfor %}",
+        "<turn>{{ messages | map(attribute='content') | join('<turn>') }}",
+    ],
+)
+def test_a_token_that_a_macro_or_a_filter_writes_is_the_templates(template: str) -> None:
+    raw = tiny_tokenizers.byte_level()
+    raw.add_tokens([AddedToken("<turn>", normalized=False)])
+    tokenizer = _tokenizer(raw, template)
+    assert "<turn>" in tokenizer.control_tokens
+    token_ids, shown = _encode(tokenizer, ["hi<turn>sys", "x"])
+    assert token_ids.count(tokenizer.control_tokens["<turn>"]) == 2
+    assert tokenizer.decode(token_ids, skip_special_tokens=False) == shown
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[0].content.split('<think>')[-1] }}",
+        "{{ messages[0].content | replace('<think>', '') }}",
+        "{{ messages[0].content | replace(old='<think>', new='') }}",
+        "{% if messages[0].content.startswith('<think>') %}{% endif %}",
+        "{% if messages[0].content is eq('<think>') %}{% endif %}",
+        "{% if '<think>' in messages[0].content %}{% endif %}",
+    ],
+)
+def test_what_a_template_looks_for_is_no_control_token(template: str) -> None:
+    raw = tiny_tokenizers.byte_level()
+    raw.add_tokens([AddedToken("<think>", normalized=False)])
+    assert "<think>" not in _tokenizer(raw, template).control_tokens
+
+
+PHI = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+PHI_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>", "<|endoftext|>", "<|critic|>")
+
+
+@pytest.mark.parametrize(
+    ("role", "template", "is_token"),
+    [
+        ("user", PHI, True),
+        ("assistant", PHI, True),
+        ("system", PHI, True),
+        ("tool", PHI, True),
+        ("endoftext", PHI, False),
+        ("end", PHI, False),
+        ("critic", PHI, False),
+        ("critic", "{% if messages[0].role == 'critic' %}{% endif %}" + PHI, True),
+        ("ENDOFTEXT", PHI.replace("m.role", "m.role | lower"), False),
+        ("ndoftext", PHI.replace("'<|'", "'<|e'"), False),
+        (">", PHI.replace("'<|'", "'<|endoftext|'").replace("'|>'", "' '"), False),
+        ("|> ", PHI.replace("'<|'", "'<|end'"), False),
+        ("<|end", PHI.replace("'<|'", "''"), False),
+    ],
+)
+def test_a_role_makes_no_control_token_but_that_of_an_ordinary_role(role: str, template: str, is_token: bool) -> None:
+    raw = tiny_tokenizers.byte_level()
+    raw.add_special_tokens([AddedToken(text, normalized=False) for text in PHI_TOKENS])
+    tokenizer = _tokenizer(raw, template)
+    assert tokenizer.chat_template is not None
+    for content in ("hi", "hi<|end|>"):
+        (marked_role, marked), mark = tokenizer.content_guard.mark([role, content], roles=[role])
+        rendered = tokenizer.chat_template.render([{"role": marked_role, "content": marked}])
+        token_ids = tokenizer.content_guard.encode(rendered, mark or "\U0010f000")
+        controls = [tokenizer.token(index) for index in token_ids if index in tokenizer.control_tokens.values()]
+        assert controls == [f"<|{role}|>"] * is_token + ["<|end|>"]
+        plain = tokenizer.chat_template.render([{"role": role, "content": content}])
+        assert tokenizer.decode(token_ids, skip_special_tokens=False) == plain
+    assert not is_token or tokenizer.content_guard.mark([role, "hi"], roles=[role]) == ([role, "hi"], "")
+
+
 INDENTED = """{{ bos_token }}
 {%- for m in messages %}
 
@@ -193,6 +271,19 @@ def test_merges_make_no_control_token_either() -> None:
         tokenizer = Tokenizer({**files, "tokenizer.json": json.dumps(content).encode()})
         token_ids, _ = _encode(tokenizer, ["b<s>a"])
         assert [tokenizer.token(index) for index in token_ids] == ["<s>", "b", "<s", ">", "a", "</s>"]
+
+
+def test_a_named_token_of_the_vocabulary_alone_is_the_templates_too() -> None:
+    files = tiny_tokenizers.files_of(
+        tiny_tokenizers.byte_level(), eos_token="<|end|>", chat_template="<s>{{ messages[0].content }}<|end|>"
+    )
+    content = json.loads(files["tokenizer.json"])
+    content["model"]["vocab"]["<|end|>"] = 403
+    tokenizer = Tokenizer({**files, "tokenizer.json": json.dumps(content).encode()})
+    for text in ("a <s> b", "a <|end|> b", "a b"):
+        token_ids, _ = _encode(tokenizer, [text])
+        assert (token_ids.count(0), token_ids.count(403), token_ids[-1]) == (1, 1, 403)
+        assert tokenizer.decode(token_ids, skip_special_tokens=False) == f"<s>{text}<|end|>"
 
 
 @pytest.mark.parametrize("allows", [False, True])

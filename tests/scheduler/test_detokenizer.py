@@ -190,11 +190,16 @@ def test_stop_strings_across_tokens_resume_and_min_tokens(name: str, data: Any) 
     result = run(make(), pieces_of(ids, cuts))
     assert result == run(make(), [[index] for index in ids])
 
-    # The oracle works on the whole text; a match must end behind what the first `min_tokens` ids made certain.
-    plain = Detokenizer(TOKENIZERS[name])
-    certain = len(plain.update(ids[:min_tokens]).text)
-    match = naive_match(whole, strings, certain + 1) if len(ids) > min_tokens else None
-    assert result[1] == (match[2] if match else None)
+    # The oracle works on the text after each id; a match must end behind what the first `min_tokens` ids made.
+    texts, early, match, used = text_after_each(name, ids), 0, None, len(ids)
+    for count, text in enumerate([*texts, whole], start=1):
+        if min(count, len(ids)) <= min_tokens:
+            continue
+        early = max((len(each) for each in texts[:min_tokens] if text.startswith(each)), default=0)
+        if (match := naive_match(text, strings, early + 1)) is not None:
+            whole, used = text, min(count, len(ids))
+            break
+    assert result[1:] == (match[2] if match else None, used)
     assert result[0] == (whole if match is None else whole[: match[1] if include else match[0]])
 
     # Resume: the first k ids fed in silence, the rest gives the rest of the text.
@@ -204,6 +209,39 @@ def test_stop_strings_across_tokens_resume_and_min_tokens(name: str, data: Any) 
     if sent.matched_stop is None:
         assert after.update(ids[:k]) == sent
         assert sent.text + run(after, [ids[k:]])[0] == result[0]
+
+
+def text_after_each(name: str, ids: Sequence[int]) -> list[str]:
+    """What is certain of the text; with the bytes that are held back, where they are whole characters."""
+    plain, certain, texts = Detokenizer(TOKENIZERS[name]), "", list[str]()
+    for count, index in enumerate(ids, start=1):
+        certain += plain.update([index]).text
+        all_of_it = EXACT[name][0].decode(ids[:count])
+        texts.append(certain if "\ufffd" in all_of_it[len(certain) :] else all_of_it)
+    return texts
+
+
+def test_a_stop_string_of_byte_tokens_ends_an_output_at_its_last_byte() -> None:
+    """Llama 2's newline is a byte token: what follows it is neither waited for nor computed."""
+    vocab = EXACT["sentencepiece"][0].get_vocab()
+
+    def run(text: str, stops: list[str], **options: Any) -> tuple[str, str | None, int]:
+        ids = [vocab[token] for token in text.split()]
+        detokenizer = Detokenizer(TOKENIZERS["sentencepiece"], stop=StopAutomaton(stops), **options)
+        shown = detokenizer.update(ids)
+        return shown.text + detokenizer.finish().text, shown.matched_stop, shown.num_tokens
+
+    assert run("▁the <0x0A> ▁the", ["\n"]) == ("the", "\n", 2)
+    assert run("▁the <0x0A> <0x0A> <0x0A> ▁the", ["\n\n"]) == ("the", "\n\n", 3)
+    assert run("▁the <0x0A> <0x0A> <0x0A> ▁the", ["\n\n"], include_stop_str_in_output=True) == ("the\n\n", "\n\n", 3)
+    assert run("▁the <0xE2> <0x82> <0xAC> ▁the", ["€"]) == ("the", "€", 4)
+    assert run("<0x20> <0x20> ▁the", [" "]) == ("", " ", 2)  # the first is taken off
+    assert run("▁the <0x0A> <0xFF> <0x0A> ▁the", ["\n\n", "he\n"]) == ("t", "he\n", 2)
+    assert run("▁the <0x0A> <0xFF> <0x0A> ▁the", ["\n\n"]) == ("the\ufffd\ufffd\ufffd the", None, 5)
+    # A string that is complete within the first tokens does not count, whenever it is certain.
+    assert run("▁the <0x0A> ▁the", ["\n"], min_tokens=2) == ("the\n the", None, 3)
+    assert run("▁the <0x0A> <0x0A>", ["\n"], min_tokens=2) == ("the\n", "\n", 3)
+    assert run("▁the <0x0A> <s> <s>", ["\n"], min_tokens=2) == ("the\n", None, 4)
 
 
 def byte_ids(text: str) -> list[int]:

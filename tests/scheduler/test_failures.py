@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.core.sequences.group_fault import GroupFault
@@ -58,11 +59,26 @@ def test_a_fault_over_adapters_keeps_no_request_at_a_lost_worker(monkeypatch: py
 
 def test_who_was_charged_too_often_ends_with_the_number() -> None:
     loop, link = at_work("one", max_worker_losses=2)
-    for _ in range(2):
-        loop.engine.worker_lost(link, "gone")
-        link = loop.join()
+    with capture_logs() as lines:
+        for _ in range(2):
+            loop.engine.worker_lost(link, "gone")
+            link = loop.join()
+            loop.turn()
+    why = "2 workers were lost while running it"
+    assert loop.ends == {"one": (FinishReason.ERROR, why)}
+    line = {"event": "requests ended with an error", "requests": 1, "first": ["one"], "why": why}
+    assert lines[-1] == {**line, "log_level": "warning"}
+
+
+def test_an_error_at_the_very_end_is_in_the_log_before_the_loop_stops() -> None:
+    loop, _ = at_work("one", "two")
+    groups = loop.engine.live_groups()
+    with capture_logs() as lines:
+        loop.engine._placement.end(groups[0], FinishReason.ERROR, "first")
         loop.turn()
-    assert loop.ends == {"one": (FinishReason.ERROR, "2 workers were lost while running it")}
+        loop.engine._placement.end(groups[1], FinishReason.ERROR, "second, within the same second")
+        loop.engine.stop()
+    assert [line["first"] for line in lines if line["event"] == "requests ended with an error"] == [["one"], ["two"]]
 
 
 def test_who_was_there_at_every_loss_ends_whatever_trials_it_has_passed() -> None:

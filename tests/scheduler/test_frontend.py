@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from octavo.models.sentencepiece_tokenizer import tokenizer_json
 from protos import inference_pb2 as pb
 from scheduler_svc.core.sequences.finish_reason import FinishReason
 from scheduler_svc.core.sequences.sequence import SequenceGroup
@@ -21,6 +22,7 @@ from scheduler_svc.text.tokenizer import Tokenizer
 from tests.scheduler import tiny_tokenizers
 from tests.scheduler.tiny_served_model import tiny_served_model
 from tests.tiny_models import END_OF_TEXT, IM_END, IM_START
+from tests.worker.sentencepiece_fixtures import FOLDER
 
 THE = tiny_tokenizers.sentencepiece().get_vocab()["▁the"]
 BEAMS: dict[str, Any] = {"use_beam_search": True, "temperature": 0}
@@ -88,6 +90,27 @@ def test_a_bad_word_is_one_after_a_space_too_unless_it_begins_with_whitespace(mo
     words = ["cat", " dog", "\n", "\tx"]
     group = _prepare(model, {"bad_words": words})
     assert {bytes(list(word)) for word in group.bad_words} == {b"cat", b" cat", b" dog", b"\n", b"\tx"}
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_a_bad_word_is_found_where_texts_begin_with_a_space_of_the_tokenizers(model: ServedModel, legacy: bool) -> None:
+    """As Llama 2 writes them: "fox" is one token at the begin and after a space, and another after a newline."""
+    of_model = (FOLDER / "bpe.model").read_bytes()
+    tokenizer = Tokenizer({"tokenizer.json": tokenizer_json(of_model, {"legacy": legacy}, {}).encode()})
+    llama = dataclasses.replace(model, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size)
+
+    def tokens(text: str) -> str:
+        return " ".join(str(tokenizer.token(index)) for index in tokenizer.encode(text, add_special_tokens=False))
+
+    def forbidden(*words: str) -> set[str]:
+        group = _prepare(llama, {"bad_words": words})
+        return {" ".join(str(tokenizer.token(index)) for index in word) for word in group.bad_words}
+
+    assert (tokens("the fox"), tokens("\nfox")) == ("▁the ▁fox", "▁ <0x0A> fox")
+    assert forbidden("fox") == {"▁fox", "fox"}
+    assert forbidden(" fox") == {"▁fox"}
+    assert forbidden("\n") == {"<0x0A>"}
+    assert forbidden("quick fox") == {"▁quick ▁fox", tokens("\nquick fox").removeprefix("▁ <0x0A> ")}
 
 
 @pytest.mark.parametrize(("of_server", "of_model"), [(3, 20), (20, 3)])

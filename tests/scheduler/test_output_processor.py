@@ -18,6 +18,7 @@ from scheduler_svc.engine.messages.logprob_columns import LogprobColumns
 from scheduler_svc.output.output_processor import Delivery, OutputProcessor
 from scheduler_svc.output.output_stream import OutputStream
 from scheduler_svc.output.request_stream import RequestStream
+from scheduler_svc.text.stop_automaton import StopAutomaton
 from scheduler_svc.text.tokenizer import Tokenizer
 from tests.tiny_models import write_byte_tokenizer
 from tests.waiting import wait_until
@@ -140,6 +141,24 @@ def test_what_waits_is_made_when_the_thread_stops(tokenizer):
     outputs.put(group)
     outputs.processor.stop()
     assert outputs.messages["one"][0].text == "x"
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"), [(FinishReason.LENGTH, True), (FinishReason.STOP, True), (FinishReason.ABORT, False)]
+)
+def test_a_stop_string_in_what_was_held_back_is_told_however_the_output_ends(tokenizer, reason, expected):
+    """Half a character before the end is U+FFFD: with EOS too, the text ends before it."""
+    stream = OutputStream(pb.SamplingParams(stop=["\ufffd"]), tokenizer, StopAutomaton(["\ufffd"]))
+    for token_id, ends in ((ord("x"), FinishReason.NONE), ("é".encode()[0], FinishReason.NONE)):
+        stream.take(token_id, ends)
+    if reason is FinishReason.STOP:
+        stream.take(tokenizer.eos_token_id, reason)
+    else:
+        stream.end(reason)
+    delta = pb.OutputDelta()
+    stream.write(delta, 9)
+    assert delta.text == "x" and delta.matched_stop.text == ("\ufffd" if expected else "")
+    assert delta.finish_reason == (FinishReason.STOP if expected else reason)
 
 
 def test_logprobs_go_to_those_who_asked():

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from protos import inference_pb2 as pb
 from protos import shards_pb2
@@ -68,6 +69,9 @@ async def test_a_group_that_cannot_go_on_ends_whatever_the_reason(error: Excepti
         reason, message = await reader.ends.get()
         assert reason is FinishReason.ERROR and says in message
         assert not core._moves
+        with capture_logs() as lines:
+            core._failed.write()
+        assert [(line["first"], line["why"]) for line in lines] == [(["r"], message)]
 
 
 class AnyModels:

@@ -139,6 +139,18 @@ def test_a_character_costs_the_same_however_much_is_held_back(name: str, num_cha
     assert automaton.num_looks <= 2 * 2 * len(text)  # each look that fails is paid for by one that did not
 
 
+def test_a_peek_looks_at_each_character_once_and_a_push_forgets_it() -> None:
+    automaton = CountedAutomaton(["aab", "x"])
+    automaton.num_looks = 0
+    stops = StopStrings(automaton)
+    assert stops.push("a").text == "" and not any([stops.peek("a") for _ in range(1000)])
+    assert automaton.num_looks <= 2 * 1001
+    assert stops.peek("b")
+    assert stops.push("?").text == "a?", "it was something else"
+    assert not stops.peek("aa") and not stops.peek("ax", may_match=False) and stops.peek("x")
+    assert stops.push("aaaxx") == ("aaa", "x")
+
+
 def test_an_automaton_is_about_as_large_as_its_strings() -> None:
     """Bytes a character, for the largest lists that a server takes by default: alike, and not."""
     for strings in ([A[:-1] + letter for letter in "bcdefghijklmnopq"], [chr(97 + i) * 1024 for i in range(16)]):

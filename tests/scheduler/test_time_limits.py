@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from structlog.testing import capture_logs
 
 from scheduler_svc.core.sequences.finish_reason import FinishReason
+from scheduler_svc.engine.failed_requests import MAX_IDS
 from scheduler_svc.engine.time_limits import STALL_NS, WATCH_INTERVAL_S
 from tests.scheduler.hand_turned_loop import FakeLink, Loop
 
@@ -71,6 +73,29 @@ def test_with_all_workers_lost_each_request_waits_as_long_as_it_may() -> None:
     assert loop.ends["early"][0] is FinishReason.ERROR and "within 30 s" in loop.ends["early"][1]
     loop.pass_time(20)
     assert loop.ends.keys() == {"early", "late"}
+
+
+def test_requests_that_a_time_limit_ends_are_lines_of_the_log_one_a_second_at_most() -> None:
+    loop = Timed(worker_wait_timeout_s=30.0)
+    link = loop.join_now("worker")
+    loop.turn()
+    loop.submit(*[f"r{number:03}" for number in range(300)])
+    loop.engine.worker_lost(link, "gone")
+    loop.turn()
+    loop.pass_time(28)
+    for number in range(4):  # one a turn, whose time is over in four turns one after the other
+        late = loop.group(f"late{number}")
+        late.arrival_ns = loop.now_ns
+        loop.engine.submit(late)
+        loop.pass_time(WATCH_INTERVAL_S)
+    with capture_logs() as lines:
+        loop.pass_time(40)
+    assert len(loop.ends) == 304
+    ended = [line for line in lines if line["event"] == "requests ended with an error"]
+    assert [line["requests"] for line in ended] == [300, 1, 3]
+    assert [len(line["first"]) for line in ended] == [MAX_IDS, 1, 3] and ended[1]["first"] == ["late0"]
+    why = "all workers are lost, and none came back within 30 s (--worker-wait-timeout)"
+    assert {(line["why"], line["log_level"]) for line in ended} == {(why, "warning")}
 
 
 def test_what_no_worker_can_hold_ends_after_the_same_time() -> None:

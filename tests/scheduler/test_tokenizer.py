@@ -65,6 +65,43 @@ def test_special_tokens_are_read_in_both_spellings() -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "of_map"),
+    [
+        ({"eos_token": "<|end|>"}, {}),
+        ({"eos_token": {"__type": "AddedToken", "content": "<|end|>", "normalized": False}}, {}),
+        ({"image_token": "<|end|>"}, {}),
+        ({"additional_special_tokens": ["<|end|>"]}, {}),
+        ({"extra_special_tokens": {"image_token": "<|end|>"}}, {}),
+        ({}, {"additional_special_tokens": ["<|end|>"]}),
+    ],
+)
+@pytest.mark.parametrize("is_added", [True, False])
+def test_what_the_configs_name_is_special_as_in_transformers(
+    config: dict[str, Any], of_map: dict[str, Any], is_added: bool, tmp_path: Path
+) -> None:
+    """Whether tokenizer.json has it as an added token that is not special, or among its words alone."""
+    from transformers import AutoTokenizer
+
+    whole = json.loads(KINDS["byte_level"].to_str())
+    index = KINDS["byte_level"].get_vocab_size()
+    if is_added:
+        flags = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized", "special"], False)
+        whole["added_tokens"].append({"id": index, "content": "<|end|>", **flags})
+    else:
+        whole["model"]["vocab"]["<|end|>"] = index
+    said = {"tokenizer_class": "Qwen2Tokenizer", "bos_token": "<s>", **config}
+    files = {"tokenizer.json": whole, "tokenizer_config.json": said, "special_tokens_map.json": of_map}
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    tokenizer, oracle = Tokenizer.from_folder(tmp_path), AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    ids = tokenizer.encode("hi<|end|> x")
+    assert ids == oracle("hi<|end|> x").input_ids and index in ids
+    assert index in tokenizer.special_token_ids and tokenizer.control_tokens["<|end|>"] == index
+    stream = tokenizer.stream()
+    assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True) == stream.push(ids) == "hi x"
+
+
+@pytest.mark.parametrize(
     ("generation", "model", "expected"),
     [({"eos_token_id": [5, 7]}, {"eos_token_id": 9}, (5, 7)), ({"eos_token_id": 0}, {}, (0,)), ({}, {}, (1,)),
      (None, {"eos_token_id": 9}, (9,)), ({"eos_token_id": None}, {"eos_token_id": None}, (1,))],

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from worker_svc.errors import StartupError
 from worker_svc.host.device_memory import CudaMemory, HostMemory, memory_of
@@ -81,6 +82,36 @@ def test_a_gpu_that_is_too_old_is_passed_over_or_refused(monkeypatch: pytest.Mon
     assert choose_device("auto") == torch.device("cpu")
     with pytest.raises(StartupError, match=r"a card has compute capability 7\.5, at least 8\.0 is needed"):
         choose_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("count", "files", "hidden", "warns"),
+    [
+        (1, ["nvidia0"], None, True),  # too old
+        (0, ["nvidia0", "nvidiactl"], None, True),  # torch is built without CUDA, or does not see it
+        (0, ["nvidia0"], "0", True),
+        (0, ["nvidia0"], "", False),  # hidden on purpose
+        (0, ["nvidia0"], "-1", False),
+        (0, ["nvidiactl", "null"], None, False),  # a driver without a GPU
+    ],
+)
+def test_auto_says_why_it_takes_the_cpu_where_there_is_a_gpu_and_is_silent_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, count: int, files: list[str], hidden: str | None, warns: bool
+) -> None:
+    FakeGpus(monkeypatch, count, capability=(7, 5))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr("worker_svc.service.devices._DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    for name in files:
+        (tmp_path / name).touch()
+    with capture_logs() as lines:
+        assert choose_device("auto") == torch.device("cpu")
+        assert choose_device("cpu") == torch.device("cpu")
+    said = "a card has compute capability 7.5, at least 8.0 is needed" if count else "is built without CUDA"
+    assert [line["log_level"] for line in lines] == ["warning"] * warns
+    assert all("computing on the CPU, though there is a GPU" in line["event"] and said in line["why"] for line in lines)
 
 
 def test_a_cache_of_8_bits_is_for_gpus_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,20 @@ def test_added_tokens_get_the_ids_that_they_say(tmp_path: Path) -> None:
         tokenizer_json(sentencepiece_model(), {}, {"<|end|>": size + 5})
 
 
+def test_added_tokens_that_the_configs_name_are_special(tmp_path: Path) -> None:
+    """added_tokens.json has no flags: `transformers` says "the fox fox" of these."""
+    size = len(json.loads(tokenizer_json(sentencepiece_model(), {}, {}))["model"]["vocab"])
+    named = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
+    files = {"added_tokens__json": {"<|im_end|>": size, "<|im_start|>": size + 1}, "special_tokens_map__json": named}
+    config = {"tokenizer_class": "LlamaTokenizer"}
+    tokenizer = sent(
+        folder_of(tmp_path, tokenizer__model=sentencepiece_model(), tokenizer_config__json=config, **files)
+    )
+    ids = tokenizer.encode("the<|im_end|>fox<|im_start|>fox")
+    assert {size, size + 1} < set(ids) and tokenizer.eos_token_ids == (size,)
+    assert tokenizer.decode(ids) == streamed(tokenizer, ids) == "the fox fox"
+
+
 @pytest.mark.parametrize(
     ("config", "model_type", "is_taken"),
     [({}, "llama", True), ({}, "xglm", False), ({"tokenizer_class": "GemmaTokenizerFast"}, "gemma", True)],

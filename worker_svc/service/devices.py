@@ -7,22 +7,31 @@ import shutil
 import sysconfig
 from pathlib import Path
 
+import structlog
 import torch
 
 from worker_svc.errors import StartupError
 from worker_svc.models.config import DTYPES
 
+log = structlog.get_logger()
+
 LEAST_CAPABILITY = (8, 0)  # of a GPU: bfloat16 in its matrix units, and asynchronous copies to shared memory
 _FP8_CAPABILITY = (8, 9)  # conversions from and to 8 bits
+_DEVICES = Path("/dev")
+_DEVICE_FILES = "nvidia[0-9]*"  # there: made by NVIDIA's driver, one a GPU, and in a container only for those it has
 
 
 def choose_device(asked: str, local_rank: int = 0) -> torch.device:
     """The device, made current where it is a GPU. Raises StartupError where it cannot be used, and says why.
 
-    auto is the first GPU where there is one that can be used, else the CPU. Ranks of one machine have GPUs one after
-    the other.
+    auto is GPU 0 where that can be used, else the CPU, with a warning where the machine has a GPU all the same. Ranks
+    of one machine have GPUs one after the other.
     """
-    if asked == "cpu" or (asked == "auto" and _why_not(0)):
+    if asked == "cpu":
+        return torch.device("cpu")
+    if asked == "auto" and (why := _why_not(0)):
+        if _has_unused_gpu():
+            log.warning("computing on the CPU, though there is a GPU (--device cpu, if that is meant)", why=why)
         return torch.device("cpu")
     index = local_rank if asked == "auto" else (torch.device(asked).index or 0) + local_rank
     if why := _why_not(index):
@@ -56,6 +65,12 @@ def _missing_for_triton() -> str:
     if not Path(sysconfig.get_paths(scheme=scheme)["include"], "Python.h").exists():
         return "Python's headers (on Debian python3-dev)"
     return ""
+
+
+def _has_unused_gpu() -> bool:
+    """Whether this machine has a GPU of NVIDIA's, whatever torch says, and nobody has hidden it on purpose."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return torch.cuda.is_available() or (not is_hidden and any(_DEVICES.glob(_DEVICE_FILES)))
 
 
 def _why_not(index: int) -> str:

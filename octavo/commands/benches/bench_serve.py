@@ -124,7 +124,7 @@ def _need(module: str, extra: str, flag: str) -> None:
     try:
         import_module(module)
     except ModuleNotFoundError:
-        raise CommandError(f"{flag} needs {module}; pip install 'octavo[{extra}]' brings it") from None
+        raise CommandError(f"{flag} needs {module}; pip install '.[{extra}]' in a clone brings it") from None
 
 
 def run_compare(arguments: argparse.Namespace) -> int:

@@ -51,4 +51,5 @@ def check_tracing_packages() -> None:
         except ModuleNotFoundError:  # not even the packages above it
             is_there = False
         if not is_there:
-            raise OptionError(f"otlp_traces_endpoint: {package} is not installed; pip install 'octavo[tracing]'")
+            where = "pip install '.[tracing]' in a clone of Octavo"
+            raise OptionError(f"otlp_traces_endpoint: {package} is not installed; {where} brings it")
