@@ -61,6 +61,7 @@ export class Playground {
     const running = this.#running = new AbortController();
     const started = performance.now();
     this.#answers.replaceChildren();
+    this.#probabilities.forget();
     this.#stop.disabled = false;
     this.#say("Waiting for the first token");
     let end;

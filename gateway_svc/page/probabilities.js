@@ -24,6 +24,13 @@ export class Probabilities {
     // It stays at the lower edge of the screen, so a token that is scrolled into sight has to be above it.
     document.documentElement.style.setProperty("--probabilities-height", `${this.#section.offsetHeight}px`);
   }
+
+  // As before the first token: the table of one that is gone would cover what stands above it.
+  forget() {
+    this.#hint.hidden = false;
+    this.#table.hidden = true;
+    document.documentElement.style.removeProperty("--probabilities-height");
+  }
 }
 
 function row(text, logprob, isDrawn) {

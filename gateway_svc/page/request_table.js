@@ -18,6 +18,8 @@ export class RequestTable {
 
   // The blocks of the request that is pointed at or chosen, for the maps.
   chosen(requests) {
+    // A row that vanishes under the pointer is not told that the pointer leaves it.
+    if (!requests.some((each) => each.key === this.#pointed)) this.#pointed = null;
     const request = requests.find((each) => each.key === (this.#pointed ?? this.#chosen));
     const blocks = (name) => new Set(request?.sequences.flatMap((sequence) => sequence[name]));
     return { worker: request?.worker, device: blocks("table"), host: blocks("host_table") };

@@ -179,6 +179,29 @@ def test_requests_of_two_tenants_may_have_one_id(page: Page, server: FakeServer)
     assert page.evaluate(pressed) == "false true false"
 
 
+def test_a_row_that_vanishes_under_the_pointer_is_not_pointed_at(page: Page, server: FakeServer) -> None:
+    def request(name: str, block: int) -> pb.RequestState:
+        sequence = pb.SequenceState(block_table=[block])
+        return pb.RequestState(request_id=name, worker="a:1", phase=pb.REQUEST_PHASE_RUNNING, sequences=[sequence])
+
+    load = pb.Load(workers=[pb.WorkerState(address="a:1", health=pb.WORKER_HEALTH_SERVING)])
+    pools = [pb.BlockPool(worker="a:1", num_blocks=2, ref_counts=[1, 1])]
+    both = [request("x", 0), request("y", 1)]
+    chosen = "[...document.querySelectorAll('.map .block')].map(each => each.matches('.chosen') ? 1 : 0).join('')"
+    server.control.view = pb.View(load=load, requests=both, pools=pools)
+    page.expect("document.querySelector('#requests tbody').rows.length === 2")
+    page.click("#requests tbody tr:nth-child(1) button")
+    page.hover("#requests tbody tr:nth-child(2)")
+    page.expect(f"{chosen} === '01'")
+    server.control.view = pb.View(load=load, requests=both[:1], pools=pools)
+    page.expect("document.querySelector('#requests tbody').rows.length === 1")
+    assert page.evaluate(chosen) == "10"
+    server.control.view = pb.View(load=load, requests=both, pools=pools)
+    page.hover("h1")
+    page.expect("document.querySelector('#requests tbody').rows.length === 2")
+    assert page.evaluate(chosen) == "10"
+
+
 def test_of_long_tables_only_what_is_drawn_is_looked_at(page: Page) -> None:
     found = page.evaluate(
         """
@@ -216,6 +239,30 @@ def test_the_token_that_keys_lead_to_is_in_sight(page: Page) -> None:
     page.evaluate("document.querySelector('#prompt').focus()")
     page.evaluate("document.querySelector('.tokens').focus()")
     assert page.evaluate(place) == [True, True]
+
+
+def test_the_table_of_a_token_that_is_gone_covers_no_error(page: Page, server: FakeServer) -> None:
+    page.look_like(width=700, height=600, dark=False)
+    send(page, max_tokens=5)
+    page.expect(f"{TITLES}.includes('5 tokens')")
+    page.hover(".answer .token")
+    page.expect("!document.querySelector('#probabilities table').hidden")
+    server.inference.refusal = (grpc.StatusCode.INVALID_ARGUMENT, "not this", ())
+    send(page, max_tokens=5)
+    page.expect("document.querySelector('#request-status.error')?.textContent.includes('not this')")
+    is_seen = """(() => {
+      const status = document.querySelector('#request-status');
+      status.scrollIntoView({ block: 'end' });
+      const box = status.getBoundingClientRect();
+      return document.elementFromPoint(box.x + 5, box.y + box.height / 2) === status;
+    })()"""
+    assert page.evaluate(is_seen)
+    assert page.evaluate("document.querySelector('#probabilities table').hidden")
+    server.inference.refusal = None
+    send(page, max_tokens=5)
+    page.expect(f"{TITLES}.includes('5 tokens')")
+    page.hover(".answer .token")
+    page.expect("!document.querySelector('#probabilities table').hidden")
 
 
 def test_an_answer_that_is_stopped_or_breaks_off_is_said(page: Page, server: FakeServer) -> None:
