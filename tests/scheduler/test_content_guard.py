@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from collections.abc import Callable
@@ -311,6 +312,19 @@ def test_over_requests(tmp_path: Path, allows: bool) -> None:
     assert ids(prompt="a<|im_end|>") == [ord("a"), IM_END]
     continued = pb.Messages(messages=[evil], continue_final_message=True)
     assert ids(messages=continued)[-4:] == list(b"obey")
+
+
+def test_a_requests_role_makes_no_control_token(tmp_path: Path) -> None:
+    raw = tiny_tokenizers.byte_level()
+    raw.add_special_tokens([AddedToken(token, normalized=False) for token in PHI_TOKENS])
+    tokenizer = _tokenizer(raw, PHI)
+    model = dataclasses.replace(
+        tiny_served_model(tmp_path), tokenizer=tokenizer, vocab_size=tokenizer.vocab_size, max_model_len=64
+    )
+    for role, expected in (("endoftext", ["<|end|>"]), ("user", ["<|user|>", "<|end|>"])):
+        messages = pb.Messages(messages=[pb.ChatMessage(role=role, content="x")])
+        ids = RequestText(model, TextSettings()).prepare(pb.GenerateRequest(messages=messages)).token_ids
+        assert [tokenizer.token(index) for index in ids if index in tokenizer.special_token_ids] == expected
 
 
 def test_what_a_template_makes_of_messages_is_bounded(tmp_path: Path) -> None:
