@@ -19,7 +19,7 @@ class CompletionAnswer:
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
         self._prompts: Sequence[str] = ()
-        self._first_tokens: Sequence[str] = ()
+        self._first_tokens: Sequence[pb.Logprob] = ()
         self._head = ""  # of every event
         self._tail = ',"usage":null}' if asked.includes_usage else "}"
         self._usages: list[pb.Usage] = []
@@ -28,8 +28,9 @@ class CompletionAnswer:
         self._prompt_logprobs: dict[int, Sequence[pb.TokenLogprobs]] = {}  # by prompt
         self._begun: set[int] = set()  # choices that have shown their prompt
 
-    def learn_prompts(self, prompts: Sequence[str], first_tokens: Sequence[str]) -> None:
-        """To be called first where prompts are echoed: their texts, and those of their first tokens."""
+    def learn_prompts(self, prompts: Sequence[str], first_tokens: Sequence[pb.Logprob]) -> None:
+        """To be called first where prompts are echoed: their texts, and ids and texts of their first tokens; these are
+        read where there are logprobs."""
         self._prompts, self._first_tokens = prompts, first_tokens
 
     def begin(self, admissions: Sequence[pb.GenerateResponse]) -> bytes:
@@ -104,8 +105,8 @@ class CompletionAnswer:
             self._logprobs[index] = found = CompletionLogprobs(self._asked.tokens_as_ids)
         return found
 
-    def _first_token(self, prompt: int) -> str:
-        return self._first_tokens[prompt] if self._first_tokens else ""
+    def _first_token(self, prompt: int) -> pb.Logprob:
+        return self._first_tokens[prompt] if self._first_tokens else pb.Logprob()
 
     def end(self) -> bytes:
         """The usage where it was asked for, and the end."""

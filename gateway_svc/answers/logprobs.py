@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from gateway_svc.answers.json_text import array, logprob, quoted
-from gateway_svc.answers.text_places import TextPlaces
+from gateway_svc.answers.text_places import NOT_TEXT, TextPlaces
 from protos import inference_pb2 as pb
 
-_NOT_TEXT = "\N{REPLACEMENT CHARACTER}"  # where a token is a part of a character
+_NO_TOKEN = pb.Logprob()
 
 
 def chat_entries(entries: Iterable[pb.TokenLogprobs], as_ids: bool = False) -> Iterator[str]:
@@ -27,7 +27,7 @@ def _token(entry: pb.Logprob, as_ids: bool) -> str:
 
 def _bytes(text: str) -> str:
     """None are known of a token that is a part of a character."""
-    return "null" if _NOT_TEXT in text else f"[{','.join(map(str, text.encode()))}]"
+    return "null" if NOT_TEXT in text else f"[{','.join(map(str, text.encode()))}]"
 
 
 def name_of(entry: pb.Logprob, as_ids: bool) -> str:
@@ -41,20 +41,20 @@ class CompletionLogprobs:
     def __init__(self, as_ids: bool = False) -> None:
         self._as_ids, self._places = as_ids, TextPlaces()
 
-    def part(self, entries: Sequence[pb.TokenLogprobs], text: str, first_text: str = "") -> Iterator[str]:
+    def part(self, entries: Sequence[pb.TokenLogprobs], text: str, first: pb.Logprob = _NO_TOKEN) -> Iterator[str]:
         """Four lists, an entry a token. A prompt's first token has no probability.
 
         Args:
             text: what this part shows.
-            first_text: of the prompt's first token.
+            first: id and text of the prompt's first token.
         """
 
         def place(entry: pb.TokenLogprobs) -> str:
-            return str(self._places.next(entry.token.text if entry.HasField("token") else first_text))
+            return str(self._places.next((entry.token if entry.HasField("token") else first).text))
 
         self._places.add(text)
         yield '{"tokens":'
-        yield from array(entries, lambda entry: quoted(self._name(entry, first_text)))
+        yield from array(entries, lambda entry: quoted(self._name(entry.token if entry.HasField("token") else first)))
         yield ',"token_logprobs":'
         yield from array(entries, lambda entry: logprob(entry.token.logprob) if entry.HasField("token") else "null")
         yield ',"top_logprobs":'
@@ -63,15 +63,15 @@ class CompletionLogprobs:
         yield from array(entries, place)
         yield "}"
 
-    def _name(self, entry: pb.TokenLogprobs, first_text: str) -> str:
-        return name_of(entry.token, self._as_ids) if entry.HasField("token") else first_text
+    def _name(self, entry: pb.Logprob) -> str:
+        return name_of(entry, self._as_ids)
 
     def _top(self, entry: pb.TokenLogprobs) -> str:
         """The most likely tokens, and the one that was drawn; of others with one text the likeliest."""
         found: dict[str, float] = {}
         for each in entry.top:
-            found.setdefault(name_of(each, self._as_ids), each.logprob)
-        found[name_of(entry.token, self._as_ids)] = entry.token.logprob
+            found.setdefault(self._name(each), each.logprob)
+        found[self._name(entry.token)] = entry.token.logprob
         return "{" + ",".join(f"{quoted(name)}:{logprob(value)}" for name, value in found.items()) + "}"
 
 

@@ -173,14 +173,17 @@ class _Call:
         prompts, first_tokens = [], []
         for request, ids in zip(requests, token_ids, strict=True):
             prompts.append(await self._prompt_text(request, ids))
-            first_tokens.append(await self._text(request, ids[:1]) if with_logprobs else "")
+            if with_logprobs:
+                first_tokens.append(pb.Logprob(token_id=ids[0], text=await self._text(request, ids[:1])))
         self._answer.learn_prompts(prompts, first_tokens)
 
     async def _prompt_text(self, request: pb.GenerateRequest, kept: Sequence[int]) -> str:
         """As it was sent, unless it came as ids or was cut to the tokens that were `kept`."""
-        if request.HasField("truncate_prompt_tokens") and len(kept) == request.truncate_prompt_tokens:
-            return await self._text(request, kept)
         by_ids = request.WhichOneof("prompt_kind") == "prompt_token_ids"
+        if request.HasField("truncate_prompt_tokens") and len(kept) == request.truncate_prompt_tokens:
+            text = await self._text(request, kept)
+            is_whole = not by_ids and request.prompt in text  # beside what a tokenizer adds: BOS
+            return request.prompt if is_whole else text
         return await self._text(request, request.prompt_token_ids.ids) if by_ids else request.prompt
 
     async def _text(self, request: pb.GenerateRequest, ids: Sequence[int]) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from gateway_svc.errors import InvalidField, UnsupportedField
 from gateway_svc.requests.fields import Fields, shown
+from gateway_svc.requests.sampling import put
 from protos import inference_pb2 as pb
 
 _TOOLS = "this server has no tools"
@@ -13,7 +14,7 @@ _OF_TOOLS = dict.fromkeys(("tool_calls", "tool_call_id", "function_call"), _TOOL
 _OF_MEDIA = {"audio": "text is accepted, no other media"}
 MAX_MESSAGES = 8192  # of one call, with their parts: some 100 ms to read, in which nobody else is served
 # What a client sends back of an answer that it got, from here with nothing in it.
-_PASSED_OVER = ("refusal", "annotations", "name", "reasoning", "reasoning_content", "phase")
+_PASSED_OVER = ("refusal", "annotations", "name", "phase")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _TOOL_ROLES = ("tool", "function")
 _ROLES = {"developer": "system"}  # the newer word, which few templates know
@@ -45,11 +46,21 @@ def _message(message: Fields) -> pb.ChatMessage:
     if role in _TOOL_ROLES:
         raise UnsupportedField(message.param("role"), _TOOLS)
     message.refuse(_OF_TOOLS | _OF_MEDIA)
-    content = _content(message)
+    content, reasoning = _content(message), _reasoning(message)
     message.leave(*_PASSED_OVER)
     message.finish()
     new_message(role, "", message.param("role"))
-    return new_message(_ROLES.get(role, role), content, message.param("content"))
+    made = new_message(_ROLES.get(role, role), content, message.param("content"))
+    put(made, "reasoning_content", reasoning or None, message)
+    return made
+
+
+def _reasoning(message: Fields) -> str | None:
+    """Under its older name or its newer one: servers of vLLM answer with either, or with both."""
+    older, newer = message.text("reasoning_content"), message.text("reasoning")
+    if older and newer and older != newer:
+        raise InvalidField(message.param("reasoning"), "got another text than in reasoning_content; accepted: one")
+    return older or newer
 
 
 def new_message(role: str, content: str, param: str) -> pb.ChatMessage:

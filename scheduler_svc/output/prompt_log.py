@@ -211,4 +211,7 @@ def _cut_messages(messages: pb.Messages) -> list[dict[str, str]]:
             break
         kept.append({"role": message.role[:64], "content": _cut(message.content, room)})
         room -= len(message.content) + len(message.role) + _CHARS_OF_MESSAGE
+        if message.reasoning_content:
+            kept[-1]["reasoning_content"] = _cut(message.reasoning_content, max(room, 0))
+            room -= len(message.reasoning_content)
     return kept[::-1]

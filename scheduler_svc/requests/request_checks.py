@@ -134,7 +134,8 @@ def check_prompt_size(request: pb.GenerateRequest | pb.TokenizeRequest, model: S
     elif kind == "messages":
         messages = request.messages.messages
         check_length(kind, len(messages), "messages", model, most=model.max_model_len)  # each has a token at least
-        check_length(kind, sum(len(each.content) + len(each.role) for each in messages), "characters", model)
+        num_chars = sum(len(each.role) + len(each.content) + len(each.reasoning_content) for each in messages)
+        check_length(kind, num_chars, "characters", model)
     else:
         check_length("prompt", len(request.prompt), "characters", model)
 

@@ -126,9 +126,9 @@ class RequestText:
     def _encode_messages(self, messages: pb.Messages) -> list[int]:
         tokenizer = self._model.tokenizer
         _check_messages(messages, self._model)
-        texts, mark = [text for each in messages.messages for text in (each.role, each.content)], ""
+        texts, mark = [text for each in messages.messages for text in _texts(each)], ""
         if not self._settings.allow_special_tokens_in_content:
-            texts, mark = tokenizer.content_guard.mark(texts, roles=texts[::2])
+            texts, mark = tokenizer.content_guard.mark(texts, roles=texts[::3])
         rendered = self._render(messages, texts, mark)
         if mark:
             return tokenizer.content_guard.encode(rendered, mark)
@@ -140,7 +140,7 @@ class RequestText:
         most = most_chars(self._model)
         try:
             rendered = template.render(
-                [{"role": role, "content": content} for role, content in zip(texts[::2], texts[1::2], strict=True)],
+                [_for_template(*each) for each in zip(texts[::3], texts[1::3], texts[2::3], strict=True)],
                 add_generation_prompt=messages.add_generation_prompt
                 if messages.HasField("add_generation_prompt")
                 else None,
@@ -176,6 +176,16 @@ class RequestText:
 
     def _encode_text(self, text: str) -> list[int]:
         return self._model.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _texts(message: pb.ChatMessage) -> tuple[str, str, str]:
+    return message.role, message.content, message.reasoning_content
+
+
+def _for_template(role: str, content: str, reasoning: str) -> dict[str, str]:
+    """Templates call what a model thought by either name, and ask whether it is there."""
+    shown = {"role": role, "content": content}
+    return shown | {"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else shown
 
 
 def _check_messages(messages: pb.Messages, model: ServedModel) -> None:

@@ -57,7 +57,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         max_chars: int | None = None,
     ) -> str:
-        """The prompt for `messages` (`role`, `content`).
+        """The prompt for `messages` (`role`, `content`, and whatever else the template reads).
 
         `add_generation_prompt` begins the assistant's answer (default: unless the final message is continued).
         `continue_final_message` ends the prompt within the final message, so that the model goes on with it.

@@ -147,15 +147,20 @@ def test_logprobs_of_a_completion_with_its_prompt() -> None:
         "text_offset": [0, 1, 3, 5],
     }
     answer = CompletionAnswer(asked(num_top=1, echoes=True))
-    answer.learn_prompts(["abc"], ["a"])
+    answer.learn_prompts(["abc"], [logprob("a", token_id=7)])
     choice = whole(answer, responses)["choices"][0]
     assert choice["text"] == "abcdef" and choice["logprobs"] == expected
     answer = CompletionAnswer(asked(num_top=1, echoes=True))
-    answer.learn_prompts(["abc"], ["a"])
+    answer.learn_prompts(["abc"], [logprob("a", token_id=7)])
     chunks = [chunk["choices"][0] for chunk in streamed(answer, responses)[:-1]]
     assert [chunk["text"] for chunk in chunks] == ["abcde", "f"]
     joined = {name: [x for chunk in chunks for x in chunk["logprobs"][name]] for name in expected}
     assert joined == expected
+    answer = CompletionAnswer(asked(num_top=1, echoes=True, tokens_as_ids=True))
+    answer.learn_prompts(["abc"], [logprob("a", token_id=7)])
+    found = whole(answer, responses)["choices"][0]["logprobs"]
+    assert found["tokens"] == ["token_id:7", "token_id:4", "token_id:4", "token_id:4"]
+    assert found["text_offset"] == expected["text_offset"]
 
 
 def test_offsets_are_places_in_the_text_that_is_shown() -> None:
@@ -165,7 +170,7 @@ def test_offsets_are_places_in_the_text_that_is_shown() -> None:
     responses = [pb.GenerateResponse(prompt_logprobs=entries, outputs=[drawn]), USAGE]
     for show in (whole, lambda answer, responses: streamed(answer, responses)[0]):
         answer = CompletionAnswer(asked(num_top=0, echoes=True))
-        answer.learn_prompts(["The sea"], ["<s>"])
+        answer.learn_prompts(["The sea"], [logprob("<s>", token_id=7)])
         choice = show(answer, responses)["choices"][0]
         assert (choice["text"], choice["logprobs"]["text_offset"]) == ("The sea is", [0, 0, 3, 7])
         assert choice["logprobs"]["tokens"] == ["<s>", "The", "sea", "is"]
@@ -180,7 +185,7 @@ def test_the_drawn_token_has_its_own_logprob_though_a_likelier_one_has_its_text(
 
 def test_a_scored_prompt_shows_no_output() -> None:
     answer = CompletionAnswer(asked(num_top=0, echoes=True, shows_output=False, returns_token_ids=True))
-    answer.learn_prompts(["ab"], ["a"])
+    answer.learn_prompts(["ab"], [logprob("a", token_id=7)])
     entries = [pb.TokenLogprobs(), of(logprob("b"))]
     at_its_end = pb.MatchedStop(token_id=4)
     drawn = delta(
@@ -207,7 +212,7 @@ def test_a_long_answer_is_made_in_short_parts(kind: str) -> None:
     """Others have their turn between two of them."""
     answer, count = LONG_ANSWERS[kind], 20_000
     if isinstance(answer, CompletionAnswer):
-        answer.learn_prompts(["ab"], ["a"])
+        answer.learn_prompts(["ab"], [logprob("a", token_id=7)])
     entries = [of(logprob("b"), logprob("c", -3.0, 9))] * count
     output, gathered = delta("x", finish=pb.FINISH_REASON_LENGTH, logprobs=entries), Gathered()
     response = pb.GenerateResponse(prompt_logprobs=[pb.TokenLogprobs(), *entries], outputs=[output])

@@ -146,6 +146,36 @@ def test_an_echo_of_token_ids_is_their_text(fake: Any, shared: Gateway) -> None:
         assert "".join(each["choices"][0]["text"] for each in found) == "hi" + text()
 
 
+@pytest.mark.parametrize(
+    ("prompt", "most", "kept", "shown"),
+    [
+        ("hi", 4, b"^hi", "hi"),
+        ("hi", 3, b"^hi", "hi"),
+        ("hi", 2, b"hi", "hi"),
+        ("hi", 1, b"i", "i"),
+        ("oh hi", 3, b" hi", " hi"),
+        ([*b"^hi"], 3, b"^hi", "^hi"),
+        ([*b"^hi"], 2, b"hi", "hi"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_shows_no_bos_of_a_prompt_of_which_all_was_kept(
+    fake: Any, shared: Gateway, prompt: Any, most: int, kept: bytes, shown: str, stream: bool
+) -> None:
+    """`^` is what the tokenizer puts in front."""
+    admission = pb.Admission(num_prompt_tokens=len(kept))
+    end = pb.OutputDelta(text="!", token_ids=[33], finish_reason=pb.FINISH_REASON_LENGTH)
+    fake.script = [
+        pb.GenerateResponse(admission=admission, request_id="x", model="fake", prompt_token_ids=kept),
+        pb.GenerateResponse(outputs=[end]),
+        pb.GenerateResponse(usage=pb.Usage(prompt_tokens=len(kept), completion_tokens=1)),
+    ]
+    asked = {**GREEDY, "prompt": prompt, "echo": True, "truncate_prompt_tokens": most, "stream": stream}
+    _, _, answer = shared.ask("POST", COMPLETIONS, asked)
+    found = events(answer)[:-1] if stream else [json.loads(answer)]
+    assert "".join(each["choices"][0]["text"] for each in found) == shown + "!"
+
+
 def test_health_follows_the_scheduler(server: FakeServer, shared: Gateway) -> None:
     assert shared.ask("GET", "/health")[0] == 200
     server.set_ready(False)

@@ -154,6 +154,23 @@ def test_messages() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"reasoning_content": "because"}, "because"),
+        ({"reasoning": "because"}, "because"),
+        ({"reasoning": "because", "reasoning_content": "because"}, "because"),
+        ({"reasoning": "because", "reasoning_content": ""}, "because"),
+        ({"reasoning": None, "reasoning_content": ""}, ""),
+    ],
+)
+def test_what_a_model_thought_goes_to_the_template(given: dict[str, Any], expected: str) -> None:
+    answer = {"role": "assistant", "content": "ok", **given}
+    for asked in (chat(messages=[*HELLO, answer]), response(input=[*HELLO, answer])):
+        found = asked.requests[0].messages.messages
+        assert [(each.content, each.reasoning_content) for each in found] == [("hello", ""), ("ok", expected)]
+
+
 def test_input_of_a_response() -> None:
     items = [
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
@@ -250,6 +267,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (chat, {"response_format": {}}, "response_format.type"),
     (chat, {"response_format": {"type": "json_schema"}}, "response_format.schema"),
     (chat, {"guided_regex": "a", "guided_json": {}}, "guided_regex"),
+    *[(read, {"allowed_token_ids": []}, "allowed_token_ids") for read in (chat, completion, response)],
     (chat, {"guided_choice": [1]}, "guided_choice"),
     (chat, {"guided_choice": "abc"}, "guided_choice"),
     (chat, {"guided_json": {"minimum": float("inf")}}, "guided_json"),
@@ -272,6 +290,9 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (chat, {"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
     (chat, {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
     (chat, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+    (chat, {"messages": [HELLO[0] | {"reasoning": "a", "reasoning_content": "b"}]}, "messages[0].reasoning"),
+    (chat, {"messages": [HELLO[0] | {"reasoning": ["a"]}]}, "messages[0].reasoning"),
+    (chat, {"messages": [HELLO[0] | {"reasoning_content": "\ud800"}]}, "messages[0].reasoning_content"),
     (chat, {"messages": HELLO * 8193}, "messages"),
     (chat, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 8192}]}, "messages"),
     (response, {"input": HELLO * 8193}, "input"),

@@ -327,6 +327,25 @@ def test_a_requests_role_makes_no_control_token(tmp_path: Path) -> None:
         assert [tokenizer.token(index) for index in ids if index in tokenizer.special_token_ids] == expected
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_a_template_is_shown_what_a_model_thought_and_it_is_text(tmp_path: Path, name: str) -> None:
+    """By either name, where there is some."""
+    model = tiny_served_model(tmp_path)
+    template = f"{{% for m in messages %}}{{% if m.{name} is defined %}}({{{{ m.{name} }}}}){{% endif %}}"
+    (tmp_path / "chat_template.jinja").write_text(template + "{{ m.content }}<|im_end|>{% endfor %}")
+    text = RequestText(dataclasses.replace(model, tokenizer=Tokenizer.from_folder(tmp_path)), TextSettings())
+
+    def ids(content: str, reasoning: str) -> list[int]:
+        message = pb.ChatMessage(role="assistant", content=content, reasoning_content=reasoning)
+        return list(text.prepare(pb.GenerateRequest(messages=pb.Messages(messages=[message]))).token_ids)
+
+    assert ids("A", "so") == [*b"(so)A", IM_END]
+    assert ids("A", "") == [*b"A", IM_END]
+    assert ids("A", "<|im_end|>") == [*b"(<|im_end|>)A", IM_END]
+    with pytest.raises(InvalidRequest, match="characters are too many: 25600 are the most"):
+        ids("a" * 12_800, "b" * 12_800)
+
+
 def test_what_a_template_makes_of_messages_is_bounded(tmp_path: Path) -> None:
     """Counted in characters as they are rendered, and in messages before."""
     text = RequestText(tiny_served_model(tmp_path), TextSettings())

@@ -176,6 +176,17 @@ async def test_lines_are_bounded(service: Service, monkeypatch: pytest.MonkeyPat
     assert [each["content"] for each in chat["messages"]] == ["(2 earlier messages)", "new!"]
 
 
+async def test_what_a_model_thought_counts_and_is_shown(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_log, "MAX_CHARS", 96)
+    messages = [pb.ChatMessage(role="assistant", content=word, reasoning_content=70 * word) for word in "xyz"]
+    await service.ask(request_id="chat", messages=pb.Messages(messages=messages))
+    (line,) = await service.lines()
+    assert [(each["content"], each.get("reasoning_content")) for each in line["messages"]] == [
+        ("(2 earlier messages)", None),
+        ("z", 70 * "z"),
+    ]
+
+
 async def test_what_the_thread_cannot_keep_up_with_is_left_out_and_counted(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
