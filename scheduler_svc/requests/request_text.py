@@ -128,7 +128,7 @@ class RequestText:
         _check_messages(messages, self._model)
         texts, mark = [text for each in messages.messages for text in _texts(each)], ""
         if not self._settings.allow_special_tokens_in_content:
-            texts, mark = tokenizer.content_guard.mark(texts, roles=texts[::2])
+            texts, mark = tokenizer.content_guard.mark(texts, roles=texts[::3])
         rendered = self._render(messages, texts, mark)
         if mark:
             return tokenizer.content_guard.encode(rendered, mark)

@@ -153,15 +153,21 @@ def _in_json(mark: str) -> str:
 
 def _hides_control_tokens(tokenizer: tokenizers.Tokenizer, control_tokens: Mapping[str, int]) -> bool:
     """Whether its normalizer may make a control token of text that does not look like one."""
-    if tokenizer.normalizer is None or _kinds(json.loads(tokenizer.normalizer.__getstate__())) <= _NEUTRAL_NORMALIZERS:
+    if tokenizer.normalizer is None:
         return False
+    steps = _steps(json.loads(tokenizer.normalizer.__getstate__()))
+    texts = list(control_tokens)
+    if {step["type"] for step in steps} <= _NEUTRAL_NORMALIZERS:  # only what they write (a mark for a space) is new
+        written = [text for step in steps if (text := step.get("content") or step.get("prepend"))]
+        texts = [text for text in texts if any(each in text for each in written)]
     is_normalized = {token.content: token.normalized for token in tokenizer.get_added_tokens_decoder().values()}
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
-    return any(is_normalized.get(text, True) or text in vocabulary for text in control_tokens)
+    return any(is_normalized.get(text, True) or text in vocabulary for text in texts)
 
 
-def _kinds(normalizer: dict[str, Any]) -> set[str]:
-    return {normalizer["type"]}.union(*map(_kinds, normalizer.get("normalizers") or ()))
+def _steps(normalizer: dict[str, Any]) -> list[dict[str, Any]]:
+    """The normalizer and those that it is made of."""
+    return [normalizer, *(step for inner in normalizer.get("normalizers") or () for step in _steps(inner))]
 
 
 def _not(pattern: str) -> str:

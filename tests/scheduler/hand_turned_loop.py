@@ -50,6 +50,7 @@ class Loop:
 
     def __init__(self, *, clock: Callable[[], int] = time.monotonic_ns, **settings: Any) -> None:
         self.engine = Engine(EngineSettings(**settings), self, clock=clock)
+        self._clock = clock
         self.token_ids: dict[str, list[int]] = {}
         self.prompt_token_ids: dict[str, list[int]] = {}  # whose logprobs have come
         self.ends: dict[str, tuple[FinishReason, str]] = {}
@@ -120,5 +121,6 @@ class Loop:
     def run_to_end(self, link: FakeLink) -> None:
         while self.engine.live_groups():
             self.turn()
+            link.last_heard_ns = self._clock()  # however long a slow machine takes for many steps
             self.answer(link)
             self.turn()
