@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from typing import Any
 
 import triton
@@ -17,14 +18,14 @@ from kernels.bench.compiler import compile_variant, source_of
 from kernels.bench.machine_code import disassembled, main_loop
 from kernels.bench.targets import TARGETS
 from kernels.gpu.attention.kinds import variants_of_all
-from kernels.gpu.quantized import rounded_rms_norm
+from kernels.gpu.quantized import grouped_product, rounded_rms_norm
 from kernels.gpu.rows import rms_norm
 from kernels.gpu.variant import Variant
 
 
 def main() -> None:
     """The part that the argument names."""
-    parts = {part.__name__: part for part in (resources, sums_of_norms, loops_of_attention)}
+    parts = {part.__name__: part for part in (resources, sums_of_norms, loops_of_attention, float32_products)}
     parts[sys.argv[1]]()
 
 
@@ -74,3 +75,11 @@ def loops_of_attention() -> None:
             kernel = compiled(variant, 80)
             loop = main_loop(disassembled(kernel.asm["cubin"]))
             print(loop.barriers, loop.copies_under_way, loop.spills, kernel.asm["ttgir"].count("warpsPerCTA = [1, "))
+
+
+def float32_products() -> None:
+    """What is wrong with that of float32 rows and codes, on a card whose matrix units would multiply them as TF32."""
+    for variant in grouped_product.variants():
+        if variant.signature["x"] == "*fp32" and 100 in variant.capabilities:
+            for num_warps in (4, variant.num_warps):
+                print(compile_variant("product", replace(variant, num_warps=num_warps), TARGETS["sm_100"]).fault)
