@@ -397,6 +397,8 @@ def test_what_does_not_fit_is_refused() -> None:
     changed.query_starts = case.query_starts
     with pytest.raises(ValueError, match="lines of 32 elements"):
         attend(changed)
+    with pytest.raises(ValueError, match="heads of 264 elements are larger than 256"):
+        attend(PoisonedCase([1], [5], head_size=264))
     with pytest.raises(ValueError, match="scale -1"):
         attend(case, scale=-1.0)
     with pytest.raises(ValueError, match="alibi_slopes"):

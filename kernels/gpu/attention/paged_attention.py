@@ -30,7 +30,7 @@ from kernels.gpu.attention.joins import join_launch
 from kernels.gpu.attention.plans import OfPlan, plan_of
 from kernels.gpu.attention.prefill import prefill_kernel
 from kernels.gpu.attention.scratch import AttentionPass, Scratch, new_pass_of, new_scratch, scratch_bytes
-from kernels.gpu.attention.tiling import ALL_REGISTERS, Tiling, padded, tiling
+from kernels.gpu.attention.tiling import ALL_REGISTERS, MAX_HEAD_SIZE, Tiling, padded, tiling
 from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.variant import Variant
 
@@ -233,6 +233,8 @@ def _check(
         raise ValueError(f"out {tuple(out.shape)} {out.dtype} does not fit query {tuple(query.shape)} {query.dtype}")
     if num_heads % num_kv_heads or head_size != key_cache.shape[3]:
         raise ValueError(f"query {tuple(query.shape)} does not fit a cache of {tuple(key_cache.shape)}")
+    if head_size > MAX_HEAD_SIZE:
+        raise ValueError(f"heads of {head_size} elements are larger than {MAX_HEAD_SIZE}, the most there are tiles for")
     if value_cache.shape != key_cache.shape or value_cache.stride() != key_cache.stride():
         raise ValueError("key_cache and value_cache differ in shape or strides")
     if value_cache.dtype != key_cache.dtype or key_cache.dtype not in _CACHE_TYPES:

@@ -10,6 +10,9 @@ from kernels.gpu.architectures import TENSOR_MEMORY
 
 # Of 128 rows and three tiles of 64 keys and values with heads of 128; and of 64 rows and tiles of 32 with heads of 256.
 _LARGE_SHARED_BYTES = 132 * 1024
+# Elements: with the next larger ones a block of most cards has too little shared memory for its tiles, and none is
+# compiled. The latents of latent attention have tiles of their own.
+MAX_HEAD_SIZE = 256
 ALL_REGISTERS = 255  # of a thread: left alone, the assembler spills a few for more threads than shared memory lets run
 
 
