@@ -73,6 +73,13 @@ def test_a_norm_that_rounds_sums_in_the_order_of_one_that_does_not(environment: 
     assert plain == rounded and plain.startswith("1x4096xf32 #ttg.blocked") and plain.endswith(" 16")
 
 
+def test_norms_of_heads_and_of_rows_add_up_the_same_squares(environment: dict[str, str]) -> None:
+    """Rounded before they are added, and shared out to the threads of a warp alike; of rows, keys and queries."""
+    done = run(environment, "tests.kernels.compiled", "squares_of_heads")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["math.fma sizePerThread = [1, 8], threadsPerWarp = [2, 16]"] * 3
+
+
 def test_float32_rows_and_codes_are_multiplied_in_float32(environment: dict[str, str]) -> None:
     done = run(environment, "tests.kernels.compiled", "float32_products")
     assert done.returncode == 0, done.stderr

@@ -44,9 +44,11 @@ def _stored(x, scale, heads, mask, cache):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _inverse_rms(x, eps, HEAD_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What norms each head of x [heads, elements], [heads, 1]: whole heads, summed as `rms_norm` sums rows."""
+    """What norms each head of x [heads, elements], [heads, 1]: whole heads, of squares that are rounded before they are
+    added, as `rms_norm` rounds those of rows. Threads share a head out as they do a row where its elements are as
+    many."""
     y = x.to(tl.float32)
-    return tl.rsqrt(tl.sum(y * y, axis=1) / HEAD_SIZE + eps)[:, None]
+    return tl.rsqrt(tl.sum(tl.fma(y, y, tl.zeros_like(y)), axis=1) / HEAD_SIZE + eps)[:, None]
 
 
 @triton.jit
