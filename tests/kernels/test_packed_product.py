@@ -146,7 +146,8 @@ def test_float32_rows_have_warps_with_which_they_are_not_rounded(
     weight = pack_codes(FORMATS[0].weight(33, 64))
     assert weight is not None
     x, out = (torch.zeros(3, size, dtype=dtype, device=DEVICE) for size in (64, 33))
-    module._bound.__wrapped__(out, x, *weight.tensors, None, 33, 64, weight.numbers, weight.group)
+    bind: Any = module._bound
+    bind.__wrapped__(out, x, *weight.tensors, None, 33, 64, weight.numbers, weight.group)
     assert given == [num_warps]
 
 

@@ -24,6 +24,7 @@ from kernels.gpu.attention import scratch as attention_scratch
 from kernels.gpu.attention.scratch import KEPT_ROWS, new_scratch
 from kernels.gpu.attention.tiling import tiling
 from kernels.gpu.attention.work import PIECE
+from kernels.gpu.launch import Launch
 from kernels.oracles import reference
 from tests.kernels.cards import pretend
 from tests.kernels.cases import PagedCase
@@ -129,11 +130,10 @@ def test_prompts_have_the_tiles_of_decode_steps_where_the_option_asks_for_it(mon
     pretend(monkeypatch, module, capability=100)
     case = PoisonedCase([1, 30], [90, 100], dtype=torch.float16)
     found: list[int] = []
-    launch = module.Launch
 
     def watched(kernel: Any, *arguments: Any, **constants: Any) -> Any:
         found.append(constants["ROWS"])
-        return launch(kernel, *arguments, **constants)
+        return Launch(kernel, *arguments, **constants)
 
     monkeypatch.setattr(module, "Launch", watched)
     for is_batch_invariant in (False, True):
