@@ -1,9 +1,9 @@
 """How long the host of a GPU worker takes for a step, and what it launches: `python -m benchmarks.gpu_host_time`.
 
 A GPU is not needed: `benchmarks.stand_in_driver` counts launches where they would happen, and torch's operators run on
-the CPU over tensors so small that their time is that of launching them. Layers, experts and heads' shapes are those of
-the models named; widths are not, for the host's time does not depend on them. Steps are those of a worker, from a
-message to draws that are on their way:
+the CPU over tensors so small that their time is that of launching them. Layers, experts and norms of heads are those of
+the models named; widths are not, nor heads, of which all have two, for the host's time does not depend on them. Steps
+are those of a worker, from a message to draws that are on their way:
 
     decode   64 sequences, one token each
     mixed    32 sequences, one token each, and a prompt's chunk of 32

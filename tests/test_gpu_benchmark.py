@@ -17,7 +17,16 @@ import pytest
 import torch
 
 from benchmarks import gpu, served, shapes
-from benchmarks.gpu_sections import correctness, figure, host_link, kernels, requirements, step_floor, streams
+from benchmarks.gpu_sections import (
+    correctness,
+    decode_step,
+    figure,
+    host_link,
+    kernels,
+    requirements,
+    step_floor,
+    streams,
+)
 from benchmarks.gpu_sections.continuous_batching import workload
 from benchmarks.gpu_sections.figure import Figure
 from benchmarks.gpu_sections.launch_gaps import gap_share, idle_share
@@ -345,6 +354,28 @@ def test_a_decode_step_reads_every_weight_and_all_of_the_cache() -> None:
     cache_bytes = batch * context * 32 * 2 * 8 * 128 * 2
     assert ops["attention"].count * ops["attention"].num_bytes == pytest.approx(cache_bytes, rel=0.01)
     assert {op.share for op in ops.values()} == {1.0, step_floor._ATTENTION_SHARE}
+
+
+class _CountingWorker:
+    """A step takes as many microseconds as its sequences have tokens; the first of a call is not timed."""
+
+    length = most = 0
+
+    def start(self, num_seqs: int, context: int, num_steps: int) -> None:
+        self.length, self.most = context, context + num_steps
+
+    def decode(self, num_steps: int, swapped_bytes: int = 0) -> list[float]:
+        lengths = range(self.length + 1, self.length + num_steps + 1)
+        self.length += num_steps
+        return [float(length) for length in lengths[1:]]
+
+
+def test_steps_with_and_without_swaps_have_the_context_that_is_named() -> None:
+    worker = _CountingWorker()
+    plain, beside = decode_step.times_us(worker, 256, 1024)  # type: ignore[arg-type]  # a fake
+    assert sum(plain) / len(plain) == sum(beside) / len(beside) == 1024
+    assert not set(plain) & set(beside) and min(len(plain), len(beside)) > 40
+    assert worker.most - worker.length == 16, "for the steps to be profiled"
 
 
 def test_rates_of_streams() -> None:

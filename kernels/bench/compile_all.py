@@ -1,7 +1,8 @@
 """Every variant for every target: the process behind `octavo bench kernels --compile-only`.
 
 One of its own, because Triton's interpreter must be off when kernels are imported. It exits with 1 where a variant does
-not compile, spills and may not, or takes more of a block's memory than the target has, and with 2 for bad usage.
+not compile, multiplies in TF32, spills and may not, or takes more of a block's memory than the target has, and with 2
+for bad usage.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ class Compiled:
     tensor_memory_columns: int = 0  # of a block
     loop: str = ""  # what the machine code's loop over products consists of, in words
     remark: str = ""  # what the assembler says of speed
+    has_tf32: bool = False  # matrix units multiply float32 numbers by 11 of their 24 bits
     error: str = ""
     seconds: float = 0.0  # that compiling took; of a result that was kept: when it was made
 
@@ -35,6 +36,8 @@ class Compiled:
         """Why this must not be shipped; empty where it may."""
         if self.error:
             return self.error
+        if self.has_tf32:
+            return "multiplies in TF32, which is less than float32"
         if self.spill_bytes and not self.may_spill and self.spills_in_products != 0:
             place = "" if self.spills_in_products is None else " in its loop over products"
             return f"spills {self.spill_bytes} bytes{place}, and may spill none"

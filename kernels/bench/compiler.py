@@ -26,7 +26,7 @@ from kernels.bench.targets import Target
 from kernels.gpu.variant import Variant
 
 _RECORD = "resources.json"
-_REVISION = 4  # of what is kept; a new one forgets the old
+_REVISION = 5  # of what is kept; a new one forgets the old
 _WARP_SIZE = 32
 
 
@@ -62,6 +62,7 @@ def _compile(variant: Variant, target: Target) -> dict[str, Any]:
         **read_log(log.getvalue()),
         "shared_bytes": kernel.metadata.shared,
         "tensor_memory_columns": getattr(kernel.metadata, "tmem_size", 0) or 0,
+        "has_tf32": re.search(r"[.:]tf32\b", kernel.asm["ptx"]) is not None,
         "seconds": time.perf_counter() - started,
     }
     sass = disassembled(kernel.asm["cubin"])

@@ -31,8 +31,10 @@ def paged_attention(
     sliding_window: int = 0,
     logit_soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    is_batch_invariant: bool = False,
 ) -> None:
-    """See `kernels.oracles.reference.paged_attention`. `out` may be strided in its first dimension.
+    """See `kernels.oracles.reference.paged_attention`. `out` may be strided in its first dimension. A token's bits
+    depend on nothing beside it in any case.
 
     out and query are float32 or bfloat16; the caches are either of them, or float16, whatever is computed in.
     """

@@ -30,7 +30,7 @@ from kernels.gpu.checks import check_alike, check_contiguous, check_rows
 from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.products import add_product, tile_of_program
 from kernels.gpu.tiles import cdiv, next_power_of_2
-from kernels.gpu.variant import Variant
+from kernels.gpu.variant import CAPABILITIES, Variant
 
 _FEW_ROWS = 64  # up to which a tile has no more
 _WANTED_PROGRAMS = 128  # as many as a large GPU runs at once, with one on each of its processors
@@ -316,5 +316,5 @@ def _variant(dtype: str, num_outputs: int, size: int, cut: Tiling, is_split: boo
         max_registers=_ALL_REGISTERS,
         divisible_by_16=(*pointers, *["out_stride", "x_stride"] * aligned),
         may_spill=False,
-        capabilities=_DESCRIBES if is_described else range(75, 130),
+        capabilities=_DESCRIBES if is_described else CAPABILITIES,
     )

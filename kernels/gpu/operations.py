@@ -1,7 +1,8 @@
 """Triton kernels for GPUs, behind the signatures of `kernels.oracles.reference`.
 
 Each operation is a file of its own: formula, memory layout, kernel and launcher. A row's result depends on that row
-(and its sequence's cache) alone. Importing this needs Triton.
+(and its sequence's cache) alone, but for products with `may_expand`, which many rows take another way through, and for
+attention without `is_batch_invariant`: of latents, and of large Blackwells. Importing this needs Triton.
 """
 
 from __future__ import annotations

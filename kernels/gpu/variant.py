@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+CAPABILITIES = range(80, 130)  # of the cards that a worker takes
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:
@@ -26,7 +28,7 @@ class Variant:
     # Where a few bytes may all the same: the assembler spills them outside of loops, for twice the threads at once.
     may_spill_on: Collection[int] = ()  # compute capabilities
     # Compute capabilities that a worker launches it on: types and tiles are not the same on all.
-    capabilities: Collection[int] = range(75, 130)
+    capabilities: Collection[int] = CAPABILITIES
 
     def spills_are_allowed(self, capability: int) -> bool:
         """Whether a spill is no defect on such a card."""

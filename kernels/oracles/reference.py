@@ -44,6 +44,7 @@ def paged_attention(
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    is_batch_invariant: bool = False,
 ) -> None:
     """Causal attention of new tokens over a paged cache that already holds their own keys and values.
 
@@ -58,7 +59,7 @@ def paged_attention(
     `max_seq_len` bound both lengths, for kernels that size a grid by them. With key_scale, value_scale
     f32[num_kv_heads] the caches hold keys and values divided by them. With sinks f32[num_heads] a head's softmax has
     one more score, its own number, whose share no value gets: weights then sum to less than 1 (gpt-oss, 2025,
-    arXiv:2508.10925).
+    arXiv:2508.10925). With `is_batch_invariant` a token's bits depend on nothing beside it.
     """
     _, num_heads, head_size = query.shape
     num_kv_heads, block_size = key_cache.shape[1:3]

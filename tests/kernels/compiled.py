@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from typing import Any
 
 import triton
@@ -17,15 +18,16 @@ from kernels.bench.compiler import compile_variant, source_of
 from kernels.bench.machine_code import disassembled, main_loop
 from kernels.bench.targets import TARGETS
 from kernels.gpu.attention.kinds import variants_of_all
-from kernels.gpu.quantized import rounded_rms_norm
+from kernels.gpu.cache import rotary_and_cache
+from kernels.gpu.quantized import grouped_product, rounded_rms_norm
 from kernels.gpu.rows import rms_norm
 from kernels.gpu.variant import Variant
 
 
 def main() -> None:
     """The part that the argument names."""
-    parts = {part.__name__: part for part in (resources, sums_of_norms, loops_of_attention)}
-    parts[sys.argv[1]]()
+    parts = (resources, sums_of_norms, squares_of_heads, loops_of_attention, float32_products)
+    {part.__name__: part for part in parts}[sys.argv[1]]()
 
 
 def compiled(variant: Variant, capability: int) -> Any:
@@ -66,6 +68,20 @@ def sums_of_norms() -> None:
             print(operand[1], layout[1], kernel.asm["ptx"].count("fma.rn.f32"))
 
 
+def squares_of_heads() -> None:
+    """What the norms of rows and of heads add up, and to which threads of a warp that is shared out; of 128 numbers."""
+    named = ("rms_norm bf16 128", "rotary_and_cache bf16 cache bf16 head 128 turned 128 block 16 normed")
+    for variant in (*rms_norm.variants(), *rotary_and_cache.variants()):
+        if variant.name in named:
+            ir = compiled(variant, 90).asm["ttgir"]
+            for reduced in re.findall(r'"tt.reduce"\((%\w+)\)', ir):
+                made = re.search(rf"{reduced} = (\S+) .*: tensor<\S+, (#\w+)>", ir)
+                assert made is not None
+                layout = re.search(f"^{made[2]} = .*(sizePerThread.*), warpsPerCTA = .*, 1]", ir, re.M)
+                assert layout is not None
+                print(made[1], layout[1])
+
+
 def loops_of_attention() -> None:
     """Of both kernels, on a card that multiplies out of registers."""
     for variant in variants_of_all():
@@ -74,3 +90,11 @@ def loops_of_attention() -> None:
             kernel = compiled(variant, 80)
             loop = main_loop(disassembled(kernel.asm["cubin"]))
             print(loop.barriers, loop.copies_under_way, loop.spills, kernel.asm["ttgir"].count("warpsPerCTA = [1, "))
+
+
+def float32_products() -> None:
+    """What is wrong with that of float32 rows and codes, on a card whose matrix units would multiply them as TF32."""
+    for variant in grouped_product.variants():
+        if variant.signature["x"] == "*fp32" and 100 in variant.capabilities:
+            for num_warps in (4, variant.num_warps):
+                print(compile_variant("product", replace(variant, num_warps=num_warps), TARGETS["sm_100"]).fault)

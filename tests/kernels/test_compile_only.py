@@ -73,6 +73,19 @@ def test_a_norm_that_rounds_sums_in_the_order_of_one_that_does_not(environment: 
     assert plain == rounded and plain.startswith("1x4096xf32 #ttg.blocked") and plain.endswith(" 16")
 
 
+def test_norms_of_heads_and_of_rows_add_up_the_same_squares(environment: dict[str, str]) -> None:
+    """Rounded before they are added, and shared out to the threads of a warp alike; of rows, keys and queries."""
+    done = run(environment, "tests.kernels.compiled", "squares_of_heads")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["math.fma sizePerThread = [1, 8], threadsPerWarp = [2, 16]"] * 3
+
+
+def test_float32_rows_and_codes_are_multiplied_in_float32(environment: dict[str, str]) -> None:
+    done = run(environment, "tests.kernels.compiled", "float32_products")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["multiplies in TF32, which is less than float32", ""]
+
+
 def test_kernels_without_fault_pass_and_a_second_run_compiles_nothing(environment: dict[str, str]) -> None:
     first = run_compile_all(environment, "--package", "tests.kernels.toys", "--target", "sm_80,sm_90,sm_100", "--json")
     assert first.returncode == 0, first.stderr
@@ -98,6 +111,7 @@ def test_each_fault_is_named_and_the_others_are_reported_all_the_same(environmen
     assert "incompatible dimensions" in faults["two lengths"]
     assert faults["nothing given"].startswith("ValueError: arguments are out; the variant gives")
     assert faults["deadly"] == "the compiler died"
+    assert faults["rounding"] == "multiplies in TF32, which is less than float32"
     shared_bytes = rows["greedy"]["shared_bytes"]
     assert faults["greedy"] == f"takes {shared_bytes} bytes of shared memory, 232448 is what a block can have"
     assert shared_bytes > 4 * 2 * 128 * 128 * 2  # four stages of two tiles at least

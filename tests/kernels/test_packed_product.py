@@ -13,7 +13,7 @@ from kernels.gpu.operations import quantized_product
 from kernels.gpu.quantized import expanded_weight as module_of_expanded
 from kernels.gpu.quantized import packed_linear, segments
 from kernels.gpu.quantized import packed_product as module
-from kernels.gpu.quantized.expanded_weight import expanded_weight
+from kernels.gpu.quantized.expanded_weight import expanded_weight, expanding_rows
 from kernels.gpu.quantized.factored_scales import factored
 from kernels.gpu.quantized.packed_codes import pack_codes
 from kernels.quantized_weight import Numbers, QuantizedWeight
@@ -121,6 +121,34 @@ def test_a_weight_is_expanded_for_many_rows(form: Format, dtype: torch.dtype, mo
     # Beside the other product, which rounds no weight.
     cost = ROUNDING[dtype] * (rows.double().abs() @ exact.abs().t() + wide.abs()) + 2 * of_sums
     assert bool(((outs[0] - outs[1]).double().abs() <= 2 * cost).all()) and all(map(gaps_are_untouched, outs))
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows"), [(80, 192), (86, 640), (89, 640), (90, 128), (100, 128), (103, 128), (110, 640), (120, 640)]
+)
+def test_cards_of_one_generation_expand_from_the_same_rows_on(
+    capability: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module_of_expanded, "capability_of", lambda device: capability)
+    assert expanding_rows(torch.device("cuda")) == rows
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "num_warps"), [(100, torch.float32, 16), (100, torch.float16, 4), (90, torch.float32, 4)]
+)
+def test_float32_rows_have_warps_with_which_they_are_not_rounded(
+    capability: int, dtype: torch.dtype, num_warps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what is launched; see `warps_of`."""
+    given: list[Any] = []
+    monkeypatch.setattr(module, "capability_of", lambda device: capability)
+    monkeypatch.setattr(module, "Launch", lambda *arguments, **constants: given.append(constants["num_warps"]))
+    weight = pack_codes(FORMATS[0].weight(33, 64))
+    assert weight is not None
+    x, out = (torch.zeros(3, size, dtype=dtype, device=DEVICE) for size in (64, 33))
+    bind: Any = module._bound
+    bind.__wrapped__(out, x, *weight.tensors, None, 33, 64, weight.numbers, weight.group)
+    assert given == [num_warps]
 
 
 def test_segments_cover_the_chunks() -> None:

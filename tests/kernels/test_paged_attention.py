@@ -17,13 +17,14 @@ import triton.language as tl
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from kernels.gpu.architectures import MAX_SHARED_BYTES
+from kernels.gpu.architectures import MAX_SHARED_BYTES, TENSOR_MEMORY
 from kernels.gpu.attention import decode, prefill, rows, segment, work
 from kernels.gpu.attention import paged_attention as module
 from kernels.gpu.attention import scratch as attention_scratch
-from kernels.gpu.attention.scratch import new_scratch
+from kernels.gpu.attention.scratch import KEPT_ROWS, new_scratch
 from kernels.gpu.attention.tiling import tiling
 from kernels.gpu.attention.work import PIECE
+from kernels.gpu.launch import Launch
 from kernels.oracles import reference
 from tests.kernels.cards import pretend
 from tests.kernels.cases import PagedCase
@@ -104,6 +105,41 @@ def test_the_tiles_of_each_card(capability: int) -> None:
     case = PoisonedCase([1, 30], [90, 100], num_heads=2, num_kv_heads=1, head_size=80, dtype=torch.float16)
     out = attend(case, cut=tiling(80, 2, 2, capability, MAX_SHARED_BYTES[capability]))
     torch.testing.assert_close(out.double(), exact(case), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("group", [1, 8, 33, 71, 128, 200])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_both_kernels_have_one_tile_where_bits_depend_on_it(head_size: int, group: int) -> None:
+    """In float32 and with large heads on any card; on those with tensor memory where the option asks for equal bits."""
+    for capability, shared_bytes in MAX_SHARED_BYTES.items():
+        exact = tiling(head_size, 4, group, capability, shared_bytes)
+        # Triton would multiply 64 rows by 8-bit keys in tensor memory, as TF32.
+        assert exact.prefill_rows == exact.decode_rows < 64 and exact.prefill_warps == exact.decode_warps
+        plain, invariant = (
+            tiling(head_size, 2, group, capability, shared_bytes, is_batch_invariant=asked) for asked in (False, True)
+        )
+        if head_size > 128 or capability in TENSOR_MEMORY:
+            assert invariant.prefill_rows == invariant.decode_rows
+            assert invariant.prefill_warps == invariant.decode_warps
+        else:
+            assert invariant == plain
+        assert max(plain.prefill_rows, invariant.prefill_rows) <= KEPT_ROWS
+
+
+def test_prompts_have_the_tiles_of_decode_steps_where_the_option_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, module, capability=100)
+    case = PoisonedCase([1, 30], [90, 100], dtype=torch.float16)
+    found: list[int] = []
+
+    def watched(kernel: Any, *arguments: Any, **constants: Any) -> Any:
+        found.append(constants["ROWS"])
+        return Launch(kernel, *arguments, **constants)
+
+    monkeypatch.setattr(module, "Launch", watched)
+    for is_batch_invariant in (False, True):
+        out = attend(case, is_batch_invariant=is_batch_invariant)
+        torch.testing.assert_close(out.double(), exact(case), rtol=1e-3, atol=1e-3)
+    assert found == [128, 64, 64, 64], "of prompts and of decode steps"
 
 
 def test_contexts_of_several_segments() -> None:
@@ -361,6 +397,8 @@ def test_what_does_not_fit_is_refused() -> None:
     changed.query_starts = case.query_starts
     with pytest.raises(ValueError, match="lines of 32 elements"):
         attend(changed)
+    with pytest.raises(ValueError, match="heads of 264 elements are larger than 256"):
+        attend(PoisonedCase([1], [5], head_size=264))
     with pytest.raises(ValueError, match="scale -1"):
         attend(case, scale=-1.0)
     with pytest.raises(ValueError, match="alibi_slopes"):

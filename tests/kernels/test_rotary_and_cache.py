@@ -98,7 +98,8 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_heads_are_normed_before_they_are_turned(
     dtype: torch.dtype, weight_offset: float, num_heads: int, num_kv_heads: int, head_size: int, rotary_size: int
 ) -> None:
-    """The bits are those of the norm by itself, and rotation after it."""
+    """The bits are those of the norm by itself, and rotation after it; those of a card, which may share an odd head out
+    to threads in another way than a row, are as near to the exact ones."""
     parts = (num_heads, num_kv_heads, num_kv_heads)
     fused = 3 * normal(7, sum(parts), head_size, dtype=dtype)
     query, key, value = fused.split(parts, dim=1)

@@ -395,6 +395,17 @@ def test_the_estimate_of_memory_is_near_what_is_held(folder: Path, without_paddi
     assert model.config.weights_bytes == pytest.approx(model.weights_bytes, rel=0.1)
 
 
+def test_heads_too_large_for_a_gpu_are_refused_before_anything_is_read(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"head_dim": 258}))
+    config = ModelConfig.from_folder(folder, "float32")
+    said = "LlamaForCausalLM has heads of 258 elements, more than the 256 that are computed on a GPU: --device cpu"
+    with pytest.raises(ModelError, match=said):
+        load_model(folder, config, "cuda")
+    with pytest.raises(ModelError, match=r"q_proj.weight is \[60, 60\]"):
+        load_model(folder, config, "cpu")
+
+
 def test_an_unknown_load_format(folder: Path) -> None:
     with pytest.raises(ModelError, match="load format 'pickle' is not one of auto, safetensors, gguf, bin, dummy"):
         load(folder, "pickle")

@@ -80,6 +80,7 @@ class DecoderLayer:
             "alibi_slopes": alibi_slopes,
             "sliding_window": style.window(index),
             "logit_soft_cap": style.attention_soft_cap,
+            "is_batch_invariant": weights.is_batch_invariant,
         }
         self._cache_scales = cache_scales
         if names.sinks:

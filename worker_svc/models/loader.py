@@ -102,6 +102,8 @@ def load_model(
         raise ModelError(f"load format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     if config.quantization:
         check_quantization(config, device)
+    if device.type == "cuda":
+        _check_heads(config)
     if config.impl == "transformers":
         if config.is_batch_invariant:
             raise ModelError(
@@ -157,6 +159,17 @@ def check_quantization(config: ModelConfig, device: torch.device) -> None:
         raise ModelError(
             f"quantization {config.quantization} is for the families that Octavo computes itself; "
             f"{config.architecture} is computed by transformers"
+        )
+
+
+def _check_heads(config: ModelConfig) -> None:
+    """Raises ModelError where a GPU cannot compute attention of heads so large."""
+    from kernels.gpu.attention.tiling import MAX_HEAD_SIZE  # here: only workers with a GPU need Triton
+
+    if config.style.latent is None and config.head_size > MAX_HEAD_SIZE:
+        raise ModelError(
+            f"{config.architecture} has heads of {config.head_size} elements, more than the {MAX_HEAD_SIZE} that are "
+            "computed on a GPU: --device cpu computes it"
         )
 
 

@@ -1,9 +1,9 @@
 """What a step costs, as measured at the start: memory at its peak, tokens a second, and how fast blocks are swapped.
 
-On a GPU the step whose memory is measured is the largest there can be, in tokens and in rows that sample with
-everything on, and its peak counts as it is; speed is that of as many tokens in few long prompts. On a CPU that would
-take seconds: a small prefill is scaled up by its tokens, smaller where the processor is slow for the model, and what
-sampling takes is added by arithmetic.
+On a GPU the step whose memory is measured is the largest there can be, in tokens and in rows that sample, each with
+top-p, a penalty and one logprob; logprobs of prompts and of all tokens are not in it. Its peak counts as it is; speed
+is that of as many tokens in few long prompts. On a CPU that would take seconds: a small prefill is scaled up by its
+tokens, smaller where the processor is slow for the model, and what sampling takes is added by arithmetic.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Profiler:
     def _measure(self, num_seqs: int, num_tokens: int, *, is_plain: bool = False) -> tuple[int, float]:
         """Peak and seconds of a prefill of `num_tokens` by `num_seqs` sequences that all sample; then a decode step.
 
-        On a GPU they sample with whatever costs memory, unless `is_plain`.
+        On a GPU they sample with top-p, a penalty and a logprob, unless `is_plain`.
         """
         block_size = self._runner.block_size
         lengths = np.full(num_seqs, num_tokens // num_seqs) + (np.arange(num_seqs) < num_tokens % num_seqs)

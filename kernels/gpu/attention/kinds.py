@@ -30,17 +30,24 @@ class Kind:
     has_alibi: bool = False
     has_soft_cap: bool = False
     has_sinks: bool = False
+    is_batch_invariant: bool = False
 
     def tiling(self, capability: int) -> Tiling:
         """As a launch on such a card has it."""
         of_card = (capability, MAX_SHARED_BYTES[capability])
         element_size = 4 if self.dtype == "fp32" else 2
-        return tiling(self.head_size, element_size, self.group, *of_card)
+        sizes = self.head_size, element_size, self.group
+        return tiling(*sizes, *of_card, is_batch_invariant=self.is_batch_invariant)
 
     def __str__(self) -> str:
         words = [self.dtype, f"head {self.head_size} group {self.group} block {self.block_size}"]
         words += [f"cache {self.cache}"] * bool(self.cache) + ["window"] * self.has_window
-        words += ["alibi"] * self.has_alibi + ["cap"] * self.has_soft_cap + ["sinks"] * self.has_sinks
+        words += (
+            ["invariant"] * self.is_batch_invariant
+            + ["alibi"] * self.has_alibi
+            + ["cap"] * self.has_soft_cap
+            + ["sinks"] * self.has_sinks
+        )
         return " ".join(words)
 
 
@@ -76,6 +83,9 @@ def variants_of_all() -> Iterator[Variant]:
         for cut, of_cut in capabilities.items():
             yield from _variants(kind, cut, of_cut)
         yield _join_variant(kind, kind.group, padded(kind.head_size))
+    # Of which only prompts are computed otherwise, and only where there is tensor memory.
+    invariant = Kind(128, 4, is_batch_invariant=True)
+    yield from _variants(invariant, invariant.tiling(100), [100], has_decode=False)
     for kind in _KINDS:
         if kind.has_window or kind.has_sinks or kind.cache or kind is _KINDS[0]:
             yield _join_variant(kind, 1, FEWEST_DIMS)
@@ -83,7 +93,7 @@ def variants_of_all() -> Iterator[Variant]:
         yield _plan_variant(kind)
 
 
-def _variants(kind: Kind, cut: Tiling, capabilities: list[int]) -> Iterator[Variant]:
+def _variants(kind: Kind, cut: Tiling, capabilities: list[int], *, has_decode: bool = True) -> Iterator[Variant]:
     cache = kind.cache or kind.dtype
     signature = {"query": f"*{kind.dtype}", "key_cache": f"*{cache}", "value_cache": f"*{cache}"}
     signature |= {"plan": "*i32", "block_tables": "*i32", **_POINTERS, **_NUMBERS}
@@ -113,7 +123,7 @@ def _variants(kind: Kind, cut: Tiling, capabilities: list[int]) -> Iterator[Vari
     for name, kernel, own, shape, num_warps in (
         ("prefill", prefill_kernel, of_prefill, {"ROWS": cut.prefill_rows}, cut.prefill_warps),
         ("decode", segment_kernel, of_decode, of_decode_shape, cut.decode_warps),
-    ):
+    )[: 1 + has_decode]:
         # An argument that may be None is a constant where it is.
         optional = {key: given[key] for key in given if key in kernel.arg_names}
         yield Variant(

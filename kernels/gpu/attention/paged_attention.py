@@ -12,7 +12,8 @@ Nothing here reads a tensor's values, so that a graph can capture it: a decode s
 
 A token has the same bits whatever runs beside it. Where the matrix units give a row the same sums in a tile of 64 rows
 as in one of 128 (the same instructions are chosen for both), also whether it is computed alone, in a chunk or in a
-whole prompt: docs/paged-attention.md says why, and what of it has been seen where.
+whole prompt: docs/paged-attention.md says why, and what of it has been seen where. With `is_batch_invariant` both tiles
+have 64 rows where nobody knows that.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from kernels.gpu.attention.joins import join_launch
 from kernels.gpu.attention.plans import OfPlan, plan_of
 from kernels.gpu.attention.prefill import prefill_kernel
 from kernels.gpu.attention.scratch import AttentionPass, Scratch, new_pass_of, new_scratch, scratch_bytes
-from kernels.gpu.attention.tiling import ALL_REGISTERS, Tiling, padded, tiling
+from kernels.gpu.attention.tiling import ALL_REGISTERS, MAX_HEAD_SIZE, Tiling, padded, tiling
 from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.variant import Variant
 
@@ -55,21 +56,23 @@ def paged_attention(
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    is_batch_invariant: bool = False,
     shared: AttentionPass | None = None,
     cut: Tiling | None = None,
 ) -> None:
     """See `kernels.oracles.reference.paged_attention`. `out` and `query` may be strided in their first dimension.
 
     `shared` is what all layers of one forward pass are given; without it this call makes a scratch and a plan of its
-    own. Its scratch has to suffice for so many sequences of `max_seq_len`. `cut`: a tiling to be measured or tested in
-    place of the card's own.
+    own. Its scratch has to suffice for so many sequences of `max_seq_len`. Without `is_batch_invariant` a token's bits
+    may depend on which of the two kernels computes it. `cut`: a tiling to be measured or tested in place of the card's
+    own.
 
     Types: float32, float16 or bfloat16, and the caches in any of these or float8_e4m3fn. Raises ValueError where a
     shape, stride, type or device does not fit.
     """
     of_heads = alibi_slopes, sinks, key_scale, value_scale
     tensors = out, query, key_cache, value_cache, block_tables, seq_lens, query_starts, *of_heads
-    bound = _bound(tensors, scale, max_query_len > 1, sliding_window, logit_soft_cap, cut)
+    bound = _bound(tensors, scale, max_query_len > 1, sliding_window, logit_soft_cap, is_batch_invariant, cut)
     if bound is None:
         return
     head_size, multiprocessors = query.shape[2], bound.num_multiprocessors
@@ -114,6 +117,7 @@ def _bound(
     has_several: bool,
     sliding_window: int,
     logit_soft_cap: float,
+    is_batch_invariant: bool,
     cut: Tiling | None,
 ) -> _Launches | None:
     """`has_several`: a sequence may have several new tokens. None: there are no tokens."""
@@ -134,7 +138,8 @@ def _bound(
             f"caches of {key_cache.dtype} need compute capability 8.9, this GPU has {card.capability / 10}"
         )
     if cut is None:
-        cut = card_tiling(query.device, head_size, query.element_size(), group)
+        sizes = head_size, query.element_size(), group
+        cut = card_tiling(query.device, *sizes, is_batch_invariant=is_batch_invariant)
     logit_scale, soft_cap = scale * LOG2_E, 0.0
     if logit_soft_cap > 0:
         logit_scale, soft_cap = 2 * LOG2_E * scale / logit_soft_cap, logit_soft_cap * LOG2_E
@@ -187,10 +192,13 @@ def _bound(
     return _Launches(of_plan, card.num_multiprocessors, prefill if has_several else None, segment, join)
 
 
-def card_tiling(device: torch.device, head_size: int, element_size: int, group: int) -> Tiling:
+def card_tiling(
+    device: torch.device, head_size: int, element_size: int, group: int, *, is_batch_invariant: bool = False
+) -> Tiling:
     """How attention is cut on this card; see `tiling`."""
     card = card_of(device)
-    return tiling(head_size, element_size, group, card.capability, card.max_shared_bytes)
+    of_card = card.capability, card.max_shared_bytes
+    return tiling(head_size, element_size, group, *of_card, is_batch_invariant=is_batch_invariant)
 
 
 def attention_scratch(
@@ -225,6 +233,8 @@ def _check(
         raise ValueError(f"out {tuple(out.shape)} {out.dtype} does not fit query {tuple(query.shape)} {query.dtype}")
     if num_heads % num_kv_heads or head_size != key_cache.shape[3]:
         raise ValueError(f"query {tuple(query.shape)} does not fit a cache of {tuple(key_cache.shape)}")
+    if head_size > MAX_HEAD_SIZE:
+        raise ValueError(f"heads of {head_size} elements are larger than {MAX_HEAD_SIZE}, the most there are tiles for")
     if value_cache.shape != key_cache.shape or value_cache.stride() != key_cache.stride():
         raise ValueError("key_cache and value_cache differ in shape or strides")
     if value_cache.dtype != key_cache.dtype or key_cache.dtype not in _CACHE_TYPES:

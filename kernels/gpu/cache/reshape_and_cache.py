@@ -20,7 +20,7 @@ import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous
 from kernels.gpu.launch import Launch, once_a_layout
-from kernels.gpu.variant import Variant
+from kernels.gpu.variant import CAPABILITIES, Variant
 
 _LARGEST_FP8 = tl.constexpr(448.0)  # of e4m3 without infinities: beyond it a plain conversion gives NaN
 _ELEMENTS_OF_A_THREAD = 8
@@ -174,6 +174,6 @@ def variants() -> Iterator[Variant]:
                 constants | {"LINE": line, "IS_FP8": cache == "fp8e4nv"},
                 num_warps=_num_warps(line),
                 divisible_by_16=tuple(signature),
-                capabilities=range(89, 130) if cache == "fp8e4nv" else range(75, 130),
+                capabilities=range(89, 130) if cache == "fp8e4nv" else CAPABILITIES,
                 may_spill=False,
             )

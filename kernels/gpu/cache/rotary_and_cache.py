@@ -26,7 +26,7 @@ from kernels.gpu.cache.reshape_and_cache import check_caches
 from kernels.gpu.checks import check_alike, check_contiguous
 from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.tiles import cdiv, next_power_of_2
-from kernels.gpu.variant import Variant
+from kernels.gpu.variant import CAPABILITIES, Variant
 
 _ELEMENTS = 1024  # of keys, and as many of values, that a program writes
 _MAX_E4M3 = tl.constexpr(448.0)
@@ -44,9 +44,11 @@ def _stored(x, scale, heads, mask, cache):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _inverse_rms(x, eps, HEAD_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What norms each head of x [heads, elements], [heads, 1]: whole heads, summed as `rms_norm` sums rows."""
+    """What norms each head of x [heads, elements], [heads, 1]: whole heads, of squares that are rounded before they are
+    added, as `rms_norm` rounds those of rows. Threads share a head out as they do a row where its elements are as
+    many."""
     y = x.to(tl.float32)
-    return tl.rsqrt(tl.sum(y * y, axis=1) / HEAD_SIZE + eps)[:, None]
+    return tl.rsqrt(tl.sum(tl.fma(y, y, tl.zeros_like(y)), axis=1) / HEAD_SIZE + eps)[:, None]
 
 
 @triton.jit
@@ -296,5 +298,5 @@ def _variant(dtype: str, cache: str, head_size: int, half: int, block_size: int,
         num_warps=_num_warps(heads, head_size),
         divisible_by_16=tuple(aligned),
         may_spill=False,
-        capabilities=range(89, 130) if is_fp8 else range(75, 130),
+        capabilities=range(89, 130) if is_fp8 else CAPABILITIES,
     )

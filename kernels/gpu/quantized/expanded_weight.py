@@ -28,13 +28,14 @@ MOST_BYTES = 256 << 20  # at a time: all of a layer's largest weight in an 8 B m
 # of 64, by the card's compute capability. Measured on an H200, where 96 take as long either way, with weights of 4,096
 # to 28,672 in 4 bits; elsewhere reasoned, as writing costs bandwidth and others, an H100 too, have less of it for each
 # multiprocessor.
-_EXPANDING_ROWS = {90: 128, 100: 128, 80: 192}
+_EXPANDING_ROWS = {range(90, 110): 128, range(80, 81): 192}
 _ELSEWHERE = 640
 
 
 def expanding_rows(device: torch.device) -> int:
     """Rows of activations from which on a weight is to be expanded on this device."""
-    return _EXPANDING_ROWS.get(capability_of(device), _ELSEWHERE)
+    capability = capability_of(device)
+    return next((rows for cards, rows in _EXPANDING_ROWS.items() if capability in cards), _ELSEWHERE)
 
 
 @triton.jit(do_not_specialize=["first_tile"])  # type: ignore[untyped-decorator]  # Triton has no types

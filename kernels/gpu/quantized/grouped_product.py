@@ -10,11 +10,13 @@ many rows an expert has on average.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
+from kernels.gpu.architectures import capability_of
 from kernels.gpu.checks import check_contiguous, check_rows
 from kernels.gpu.experts.grouped_matmul import grouped_matmul
 from kernels.gpu.launch import Launch, once_a_layout
@@ -23,7 +25,7 @@ from kernels.gpu.quantized import expanded_weight as expanded
 from kernels.gpu.quantized.expanded_weight import expanding_rows
 from kernels.gpu.quantized.group_sums import group_sums
 from kernels.gpu.quantized.packed_codes import TILE, WIDTH, PackedCodes, chunk_of
-from kernels.gpu.quantized.packed_product import most_registers, stages_of
+from kernels.gpu.quantized.packed_product import cards_by_warps, most_registers, stages_of, warps_of
 from kernels.gpu.quantized.segments import MOST_ROWS, block_m_of
 from kernels.gpu.quantized.unpacking import packed_sum
 from kernels.gpu.tiles import cdiv, next_power_of_2
@@ -211,6 +213,7 @@ def _bound(
         GROUPS=scale.shape[-2],
         BLOCK_N=TILE,
         BLOCK_M=block_m,
+        num_warps=warps_of(x.dtype, capability_of(x.device)),
         num_stages=stages_of(x.dtype),
         maxnreg=most_registers(block_m),
     )
@@ -223,28 +226,46 @@ def variants() -> Iterator[Variant]:
         ("e4m3", 128, "fp32", 128, 1536, 2048, True),
         ("e2m1", 32, "bf16", 32, 5760, 2880, False),
     ]
-    for numbers, group, scale, num_experts, num_outputs, size, has_rows in formats:
-        num_chunks = cdiv(size, chunk_of(Numbers(numbers)))
+    for of_format in formats:
         for block_m in (16, MOST_ROWS):
-            pointers = {"out": "*bf16", "x": "*bf16", "words": "*i32", "scale": f"*{scale}", "starts": "*i32"}
-            absent = ["high", "scale_factor", "offset", "offset_factor", "sums"]
-            optional = [("zero", "*i8", numbers == "uint4"), ("rows", "*i64", has_rows)]
-            for name, kind, is_there in [*optional, ("bias", "*bf16", numbers == "e2m1")]:
-                if is_there:
-                    pointers[name] = kind
-                else:
-                    absent.append(name)
-            yield Variant(
-                f"grouped_product {numbers} by {group}: {num_experts} x {num_outputs} x {size}, {block_m} rows",
-                _grouped_product_kernel,
-                pointers | dict.fromkeys(["row_tiles", "out_stride", "x_stride", "sums_stride"], "i32"),
-                dict.fromkeys(absent)
-                | {"EXPERTS": num_experts, "PADDED_EXPERTS": next_power_of_2(num_experts)}
-                | {"OUTPUTS": num_outputs, "SIZE": size, "NUMBERS": numbers, "WIDTH": WIDTH, "GROUP_SIZE": group}
-                | {"CHUNKS": num_chunks, "GROUPS": num_chunks * chunk_of(Numbers(numbers)) // group}
-                | {"BLOCK_N": TILE, "BLOCK_M": block_m},
-                num_stages=4,
-                max_registers=most_registers(block_m),
-                divisible_by_16=(*pointers, "out_stride", "x_stride", "sums_stride"),
-                may_spill=False,
-            )
+            yield _variant("bf16", *of_format, block_m)
+    for num_warps, capabilities in cards_by_warps().items():
+        variant = _variant("fp32", *formats[0], 16)
+        name = f"{variant.name}, fp32, {num_warps} warps"
+        yield replace(variant, name=name, num_warps=num_warps, capabilities=capabilities)
+
+
+def _variant(
+    dtype: str,
+    numbers: str,
+    group: int,
+    scale: str,
+    num_experts: int,
+    num_outputs: int,
+    size: int,
+    has_rows: bool,
+    block_m: int,
+) -> Variant:
+    num_chunks = cdiv(size, chunk_of(Numbers(numbers)))
+    pointers = {"out": f"*{dtype}", "x": f"*{dtype}", "words": "*i32", "scale": f"*{scale}", "starts": "*i32"}
+    absent = ["high", "scale_factor", "offset", "offset_factor", "sums"]
+    optional = [("zero", "*i8", numbers == "uint4"), ("rows", "*i64", has_rows)]
+    for name, kind, is_there in [*optional, ("bias", f"*{dtype}", numbers == "e2m1")]:
+        if is_there:
+            pointers[name] = kind
+        else:
+            absent.append(name)
+    return Variant(
+        f"grouped_product {numbers} by {group}: {num_experts} x {num_outputs} x {size}, {block_m} rows",
+        _grouped_product_kernel,
+        pointers | dict.fromkeys(["row_tiles", "out_stride", "x_stride", "sums_stride"], "i32"),
+        dict.fromkeys(absent)
+        | {"EXPERTS": num_experts, "PADDED_EXPERTS": next_power_of_2(num_experts)}
+        | {"OUTPUTS": num_outputs, "SIZE": size, "NUMBERS": numbers, "WIDTH": WIDTH, "GROUP_SIZE": group}
+        | {"CHUNKS": num_chunks, "GROUPS": num_chunks * chunk_of(Numbers(numbers)) // group}
+        | {"BLOCK_N": TILE, "BLOCK_M": block_m},
+        num_stages=stages_of(torch.float32 if dtype == "fp32" else torch.bfloat16),
+        max_registers=most_registers(block_m),
+        divisible_by_16=(*pointers, "out_stride", "x_stride", "sums_stride"),
+        may_spill=dtype == "fp32",
+    )

@@ -12,11 +12,13 @@ segments as in `kernels.gpu.matmul`, which follow from the weight alone: a row h
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
+from kernels.gpu.architectures import TENSOR_MEMORY, capability_of
 from kernels.gpu.checks import check_contiguous, check_rows
 from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.matmul import add_segments
@@ -26,7 +28,7 @@ from kernels.gpu.quantized.packed_codes import TILE, WIDTH, PackedCodes, chunk_o
 from kernels.gpu.quantized.segments import MOST_ROWS, Cut, chunks_of_segment
 from kernels.gpu.quantized.unpacking import packed_sum
 from kernels.gpu.tiles import cdiv
-from kernels.gpu.variant import Variant
+from kernels.gpu.variant import CAPABILITIES, Variant
 from kernels.quantized_weight import Numbers
 
 
@@ -105,6 +107,24 @@ def stages_of(dtype: torch.dtype) -> int:
     return 2 if dtype == torch.float32 else 4
 
 
+def warps_of(dtype: torch.dtype, capability: int) -> int:
+    """Of a program, for activations of this type.
+
+    With four or eight warps Triton has a large Blackwell's matrix units multiply float32 rows and codes, in TF32 and
+    whatever precision is asked for: it looks at the bits of what was loaded, and a code has fewer. With two, which it
+    leaves alone as well, the tile of 64 rows spills.
+    """
+    return 16 if dtype == torch.float32 and capability in TENSOR_MEMORY else 4
+
+
+def cards_by_warps() -> dict[int, list[int]]:
+    """Compute capabilities by the warps that programs have there for float32 rows."""
+    found: dict[int, list[int]] = {}
+    for capability in CAPABILITIES:
+        found.setdefault(warps_of(torch.float32, capability), []).append(capability)
+    return found
+
+
 def packed_product(out: torch.Tensor, x: torch.Tensor, weight: PackedCodes, bias: torch.Tensor | None = None) -> None:
     """See the top of this file. Raises ValueError for tensors that do not fit."""
     of_weight = weight.tensors
@@ -162,6 +182,7 @@ def _bound(
         BLOCK_N=TILE,
         BLOCK_M=cut.block_m,
         IS_SPLIT=cut.is_split,
+        num_warps=warps_of(x.dtype, capability_of(x.device)),
         num_stages=stages_of(x.dtype),
         maxnreg=most_registers(cut.block_m),
     )
@@ -186,7 +207,11 @@ def variants() -> Iterator[Variant]:
     numbers, group, scale, extra = formats[0]
     yield _variant(numbers, group, scale, extra, "fp16", 28672, 4096, 32)
     yield _variant(numbers, group, scale, extra, "bf16", 1000, 584, 64)
-    yield _variant(numbers, group, scale, extra, "fp32", 4096, 4096, 64)
+    for numbers, group, scale, extra in (formats[0], formats[2]):
+        for num_warps, capabilities in cards_by_warps().items():
+            variant = _variant(numbers, group, scale, extra, "fp32", 4096, 4096, 64)
+            name = f"{variant.name}, {num_warps} warps"
+            yield replace(variant, name=name, num_warps=num_warps, capabilities=capabilities)
 
 
 def _variant(

@@ -28,7 +28,7 @@ from kernels.gpu.quantized.rounded_rows import fits, rounded_rows
 from kernels.gpu.quantized.rounding import GROUP, RoundedRows, Rounding, scales_stride
 from kernels.gpu.quantized.segments import MOST_ROWS, Cut, chunks_of_segment
 from kernels.gpu.tiles import cdiv
-from kernels.gpu.variant import Variant
+from kernels.gpu.variant import CAPABILITIES, Variant
 from kernels.quantized_weight import Inputs, Numbers, QuantizedWeight
 
 CHUNK = 128
@@ -286,7 +286,7 @@ def variants() -> Iterator[Variant]:
                 num_stages=_NUM_STAGES,
                 divisible_by_16=(*pointers, "row_scale_stride", *["out_stride"] * (num_outputs % 16 == 0)),
                 may_spill=False,
-                capabilities=range(89, 130) if dtype == "fp8e4nv" else range(75, 130),
+                capabilities=range(89, 130) if dtype == "fp8e4nv" else CAPABILITIES,
             )
     for is_by_group in (False, True):
         yield Variant(

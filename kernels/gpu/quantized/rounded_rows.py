@@ -23,7 +23,7 @@ import triton.language as tl
 from kernels.gpu.launch import Launch, once_a_layout
 from kernels.gpu.quantized.rounding import GROUP, RoundedRows, Rounding, scales_stride
 from kernels.gpu.tiles import MAX_ROW, cdiv, next_power_of_2
-from kernels.gpu.variant import Variant
+from kernels.gpu.variant import CAPABILITIES, Variant
 
 _GROUPS = 16  # of a program
 _ELEMENTS_OF_A_THREAD = 16
@@ -210,5 +210,5 @@ def rounding_variant(
         num_warps=num_warps,
         divisible_by_16=(*pointers, "scales_stride", *aligned),
         may_spill=False,
-        capabilities=range(75, 130) if is_int8 else range(89, 130),
+        capabilities=CAPABILITIES if is_int8 else range(89, 130),
     )

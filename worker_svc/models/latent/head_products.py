@@ -52,8 +52,8 @@ class BatchedHeads:
 
 
 class GroupedHeads:
-    """See `HeadProducts`; on a GPU by fixed tiles, the same bits for one row as for thousands: heads take the places of
-    experts."""
+    """See `HeadProducts`; on a GPU by tiles, of which small and large ones give a row the same bits, for one row as for
+    thousands: heads take the places of experts."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         """weight [heads, outputs, inputs]."""
