@@ -89,6 +89,7 @@ class Embedded:
         config = dataclasses.replace(
             read.scheduler,
             worker=(self.worker.address,),
+            worker_token_file=self.worker.token_file,
             tokenizer=None,  # that of the worker, which finds it by name, too
         )
         self.max_waiting_tokens = config.max_waiting_tokens
