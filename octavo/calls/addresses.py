@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -36,9 +37,31 @@ def split_addresses(addresses: str | Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+_NAME = re.compile(r"[0-9a-z_.-]+")  # of metadata, to gRPC
+
+
+def check_metadata(metadata: Iterable[tuple[str, Any]]) -> None:
+    """Raises ValueError, which quotes no value, for what gRPC does not send: its asyncio calls would never end.
+
+    Values are printable ASCII, or any bytes where the name ends with -bin.
+    """
+    for name, value in metadata:
+        if not (isinstance(name, str) and _NAME.fullmatch(name)):
+            raise ValueError(f"metadata: {name!r} is no name; accepted: small letters, digits, '-', '_' and '.'")
+        is_sent = isinstance(value, bytes) if name.endswith("-bin") else _is_printable(value)
+        if not is_sent:
+            accepted = "bytes" if name.endswith("-bin") else "printable ASCII"
+            raise ValueError(f"{name}: its value is not {accepted}, which is what gRPC sends")
+
+
+def _is_printable(value: object) -> bool:
+    text = value.decode("latin-1") if isinstance(value, bytes) else value
+    return isinstance(text, str) and text.isascii() and text.isprintable()
+
+
 def check_key(key: str) -> None:
     """Raises ValueError, which does not quote it, for a key that no header can have: gRPC would show it in an error."""
-    if not (key.isascii() and key.isprintable()):
+    if not _is_printable(key):
         raise ValueError("api_key: it holds a line's end, or another character that is not printable ASCII")
 
 

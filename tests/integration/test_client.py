@@ -99,12 +99,26 @@ def test_every_kind_of_prompt(server: FakeServer, generate: Any) -> None:
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         {"messages": [{"role": "user", "image": "x"}]},
         {"prompt": "a", "mood": "good"},
+        {"prompt": "a", "traceparent": "00-aa\n"},
+        {"prompt": "a", "traceparent": "00-é"},
     ],
     ids=str,
 )
 def test_what_cannot_be_sent_is_a_value_error(server: FakeServer, generate: Any, arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         generate(**arguments)
+    assert server.inference.requests == []
+
+
+@pytest.mark.parametrize("field", [("x", "a\nb"), ("x-bin", "text"), ("X", "a"), ("x", None)], ids=str)
+async def test_metadata_that_grpc_does_not_send_are_refused(server: FakeServer, field: Any) -> None:
+    async with AsyncClient(server.address, retry=QUICK) as client:
+        with pytest.raises(ValueError, match="(?i)^(metadata: )?'?x"):
+            client.stream(pb.GenerateRequest(prompt="a"), metadata=[field])
+        with pytest.raises(ValueError):
+            await asyncio.wait_for(client.load_adapter("a", "/a", metadata=[field]), 20)
+        with pytest.raises(ValueError):
+            await anext(client.follow(lambda at: at.control.WatchSteps, pb.WatchStepsRequest(), metadata=[field]))
     assert server.inference.requests == []
 
 
