@@ -113,7 +113,7 @@ def test_what_cannot_be_sent_is_a_value_error(server: FakeServer, generate: Any,
 @pytest.mark.parametrize("field", [("x", "a\nb"), ("x-bin", "text"), ("X", "a"), ("x", None)], ids=str)
 async def test_metadata_that_grpc_does_not_send_are_refused(server: FakeServer, field: Any) -> None:
     async with AsyncClient(server.address, retry=QUICK) as client:
-        with pytest.raises(ValueError, match="(?i)^(metadata: )?'?x"):
+        with pytest.raises(ValueError, match=r"(?i)^(metadata: )?'?x"):
             client.stream(pb.GenerateRequest(prompt="a"), metadata=[field])
         with pytest.raises(ValueError):
             await asyncio.wait_for(client.load_adapter("a", "/a", metadata=[field]), 20)
