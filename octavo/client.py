@@ -21,7 +21,15 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from octavo.calls.addresses import Server, Servers, check_key, check_may_send_key, check_metadata, first_failure
+from octavo.calls.addresses import (
+    Server,
+    Servers,
+    ServersOfLoop,
+    check_key,
+    check_may_send_key,
+    check_metadata,
+    first_failure,
+)
 from octavo.calls.generation import Generation, build_messages, build_request, repeatable
 from octavo.calls.interruptible_stream import InterruptibleStream
 from octavo.calls.lingering_call import LingeringCall
@@ -111,7 +119,8 @@ class _Settings:
 
 
 class AsyncClient(_Settings):
-    """Calls a scheduler from an event loop. Use as an async context manager, or `await close()`.
+    """Calls a scheduler from an event loop. Use as an async context manager, or `await close()`. It may be made before
+    the loop runs, and is for one loop at a time.
 
     `address` is HOST:PORT or any other gRPC target, or several, in a list or with commas between them: the first is
     used as long as it answers, then the next. `credentials` (see `channel_credentials`) switch TLS on; without them
@@ -137,7 +146,7 @@ class AsyncClient(_Settings):
         self._shared_calls = SharedCalls() if share_calls else None
         self._open: set[Any] = set()  # streams that are read
         channels = grpc.aio.insecure_channel, grpc.aio.secure_channel
-        self._servers = Servers(address, credentials, *channels, own_connection=own_connection)
+        self._servers = ServersOfLoop(address, credentials, *channels, own_connection=own_connection)
 
     async def generate(
         self,
@@ -344,8 +353,7 @@ class AsyncClient(_Settings):
             await self._shared_calls.close()
         for stream in list(self._open):  # which gRPC does not end with its channel
             stream.cancel()
-        for server in self._servers.all:
-            await server.channel.close()
+        await self._servers.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -90,6 +91,7 @@ class Servers:
     """A client's schedulers. `current` is used until a caller reports that it failed; may be shared between threads.
 
     Attributes:
+        all: whose channels are open.
         is_closed: set by their client when its own caller has closed it, which is no loss of a server.
     """
 
@@ -103,22 +105,28 @@ class Servers:
         own_connection: bool = False,
     ) -> None:
         """`own_connection`: shared with no other client of this process, as gRPC does by itself."""
-        refuse_in_fork()
-        beside = [*_RECONNECT_OPTIONS, ("grpc.use_local_subchannel_pool", int(own_connection))]
-        self.all: list[Server] = []
-        for address in split_addresses(addresses):
-            options = [*client_options(address), *beside]
-            channel = (
-                insecure(address, options=options)
-                if credentials is None
-                else secure(address, credentials, options=options)
-            )
-            self.all.append(Server(address, channel))
+        self._options = [*_RECONNECT_OPTIONS, ("grpc.use_local_subchannel_pool", int(own_connection))]
+        self._credentials, self._insecure, self._secure = credentials, insecure, secure
+        self._addresses = split_addresses(addresses)
         self._at = 0
         self.is_closed = False
+        self.all = self._opened()
+
+    def _opened(self) -> list[Server]:
+        refuse_in_fork()
+        servers = []
+        for address in self._addresses:
+            options = [*client_options(address), *self._options]
+            channel = (
+                self._insecure(address, options=options)
+                if self._credentials is None
+                else self._secure(address, self._credentials, options=options)
+            )
+            servers.append(Server(address, channel))
+        return servers
 
     def __len__(self) -> int:
-        return len(self.all)
+        return len(self._addresses)
 
     @property
     def current(self) -> Server:
@@ -140,6 +148,34 @@ class Servers:
         refuse_in_fork()
         if self.is_closed:
             raise RequestFailed(grpc.StatusCode.CANCELLED, "the client was closed")
+
+
+class ServersOfLoop(Servers):
+    """Those of an `AsyncClient`. A channel of `grpc.aio` is of the event loop that runs when it is made: it is made at
+    the first call, so that the client may be made before any loop runs, as that of a module is."""
+
+    _loop: asyncio.AbstractEventLoop | None = None
+
+    def _opened(self) -> list[Server]:
+        try:
+            self._loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return []
+        return super()._opened()
+
+    def _check(self) -> None:
+        super()._check()
+        if self._loop is asyncio.get_running_loop():
+            return
+        if self._loop is not None and not self._loop.is_closed():
+            raise RuntimeError("an AsyncClient is for one event loop, and another one has used this: make one in each")
+        self.all = self._opened()
+
+    async def close(self) -> None:
+        """Closes the channels, if this loop has any."""
+        if self._loop is asyncio.get_running_loop():
+            for server in self.all:
+                await server.channel.close()
 
 
 def first_failure(failures: Sequence[RequestFailed], num_asked: int) -> RequestFailed | None:

@@ -557,6 +557,28 @@ async def test_an_async_client_that_is_closed_while_it_waits_says_so_too(server:
     assert len(server.inference.requests) == 1
 
 
+@pytest.mark.parametrize("shares", [False, True])
+def test_an_async_client_may_be_made_before_its_loop_and_used_in_the_next_one(server: FakeServer, shares: bool) -> None:
+    client = AsyncClient(server.address, retry=QUICK, share_calls=shares)
+
+    async def ask() -> list[int]:
+        params = SamplingParams(max_tokens=2, seed=7)
+        return tokens_of([output async for output in client.generate("a", params)])
+
+    for _ in range(2):
+        assert asyncio.run(ask()) == expected_tokens(7, 0, 2)
+        assert asyncio.run(client.is_ready())
+
+    async def use_in_two() -> None:
+        assert await client.is_ready()
+        with pytest.raises(RuntimeError, match="for one event loop"):
+            await asyncio.to_thread(asyncio.run, client.is_ready())
+        await client.close()
+
+    asyncio.run(use_in_two())
+    asyncio.run(AsyncClient(server.address).close())
+
+
 async def test_a_client_that_was_closed_says_so(server: FakeServer) -> None:
     client, other = Client(server.address), AsyncClient(server.address)
     client.close()
