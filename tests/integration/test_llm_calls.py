@@ -243,6 +243,13 @@ def test_adapters_are_loaded_and_used(folder: Path, monkeypatch: pytest.MonkeyPa
             while engine.has_unfinished_requests():
                 (output,) = engine.step()
             assert output.outputs[0].token_ids == hashed_after(prompt, 9) and output.lora_request == PIRATE
+            engine.add_request("2", prompt, params, lora_request=PIRATE)
+            engine.step()
+            engine.unload_adapter("pirate")
+            (output,) = engine.step()
+            assert output.finished and output.outputs[0].token_ids == hashed_after(prompt, 9)
+            fake: Any = engine._embedded.worker
+            assert fake.adapters == {} and not engine.has_unfinished_requests()
         return
     with LLM(str(folder)) as llm:
         worker: Any = llm._embedded.worker
@@ -259,6 +266,11 @@ def test_adapters_are_loaded_and_used(folder: Path, monkeypatch: pytest.MonkeyPa
         ):
             with pytest.raises(ValueError, match=words):
                 llm.generate(prompt, lora_request=lora)
+        llm.unload_adapter("poet")
+        with pytest.raises(ValueError, match="adapter 'poet' is not here; loaded: 'pirate'"):
+            llm.unload_adapter("poet")
+        llm.generate(prompt, params, lora_request=LoRARequest("poet", 2, "/elsewhere"), use_tqdm=False)
+        assert worker.adapters.keys() == {"poet", "pirate"}
 
 
 @pytest.mark.parametrize(
