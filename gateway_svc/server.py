@@ -37,6 +37,7 @@ from octavo.shared.access.tls import ServerTls, TlsError, client_credentials, se
 from octavo.shared.connections import allow_open_files
 from octavo.shared.options import OptionError, environment_without_options, to_arguments
 from octavo.shared.ports import check_port_is_free, reserve_port
+from octavo.shared.processes.module_command import module_command
 from octavo.shared.processes.supervisor import Child, Supervisor
 from octavo.shared.signals import terminating
 from octavo.shared.tracing.options import check_tracing_packages
@@ -168,7 +169,7 @@ def _run_several(config: GatewayConfig) -> int:
     own = replace(config, processes=1, port=port, shares_port=True, serves_metrics=for_metrics is not None)
     if for_metrics is not None:
         own = replace(own, metrics_port=for_metrics[1])
-    command = [sys.executable, "-m", "octavo", "gateway", *to_arguments(own)]
+    command = module_command("octavo", "gateway", *to_arguments(own))
     environment = environment_without_options() | {SHARED_FOLDER: folder}
     children = [
         Child(f"gateway {number}", command, environment, essential=False, drain_s=config.drain_timeout)

@@ -21,7 +21,15 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from octavo.calls.addresses import Server, Servers, check_key, check_may_send_key, first_failure
+from octavo.calls.addresses import (
+    Server,
+    Servers,
+    ServersOfLoop,
+    check_key,
+    check_may_send_key,
+    check_metadata,
+    first_failure,
+)
 from octavo.calls.generation import Generation, build_messages, build_request, repeatable
 from octavo.calls.interruptible_stream import InterruptibleStream
 from octavo.calls.lingering_call import LingeringCall
@@ -104,9 +112,15 @@ class _Settings:
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._retry = retry or RetryPolicy()
 
+    def _with(self, metadata: Metadata) -> Metadata:
+        """What goes with a call beside these. Raises ValueError for what gRPC does not send."""
+        check_metadata(metadata)
+        return (*self._metadata, *metadata)
+
 
 class AsyncClient(_Settings):
-    """Calls a scheduler from an event loop. Use as an async context manager, or `await close()`.
+    """Calls a scheduler from an event loop. Use as an async context manager, or `await close()`. It may be made before
+    the loop runs, and is for one loop at a time.
 
     `address` is HOST:PORT or any other gRPC target, or several, in a list or with commas between them: the first is
     used as long as it answers, then the next. `credentials` (see `channel_credentials`) switch TLS on; without them
@@ -132,7 +146,7 @@ class AsyncClient(_Settings):
         self._shared_calls = SharedCalls() if share_calls else None
         self._open: set[Any] = set()  # streams that are read
         channels = grpc.aio.insecure_channel, grpc.aio.secure_channel
-        self._servers = Servers(address, credentials, *channels, own_connection=own_connection)
+        self._servers = ServersOfLoop(address, credentials, *channels, own_connection=own_connection)
 
     async def generate(
         self,
@@ -151,7 +165,7 @@ class AsyncClient(_Settings):
         `GenerateRequest`. `timeout` is in seconds, over all attempts. `traceparent` names the span that the request is
         a part of, as W3C writes it; by default the caller's current one, where the program uses OpenTelemetry.
         """
-        metadata = (*self._metadata, *_trace(traceparent))
+        metadata = self._with(_trace(traceparent))
         call = _Call(build_request(prompt, sampling_params, **options), self._retry, timeout, len(self._servers))
         async with aclosing(self._messages(call, metadata)) as messages:
             async for response in messages:
@@ -169,7 +183,7 @@ class AsyncClient(_Settings):
         sooner.
         """
         call = _Call(repeatable(request), self._retry, timeout, len(self._servers), lingers=True)
-        return self._messages(call, (*self._metadata, *metadata))
+        return self._messages(call, self._with(metadata))
 
     async def _messages(self, call: _Call, metadata: Metadata) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Over as many attempts as it takes."""
@@ -294,7 +308,7 @@ class AsyncClient(_Settings):
         failures: list[RequestFailed] = []
         for server in self._servers.in_turn():
             try:
-                sent = (*self._metadata, *metadata)
+                sent = self._with(metadata)
                 return await method(server)(request, timeout=_UNARY_TIMEOUT_S, metadata=sent)
             except grpc.RpcError as error:
                 failures.append(RequestFailed.from_rpc_error(error))
@@ -306,7 +320,7 @@ class AsyncClient(_Settings):
     async def follow(self, method: Method, request: Message, *, metadata: Metadata = ()) -> AsyncGenerator[Any, None]:
         """What comes of a stream without an end, from the scheduler in use; where it breaks off, this raises."""
         server = self._servers.current
-        stream = LingeringCall(method(server)(request, metadata=(*self._metadata, *metadata)))
+        stream = LingeringCall(method(server)(request, metadata=self._with(metadata)))
         try:
             async for message in stream:
                 yield message
@@ -324,7 +338,7 @@ class AsyncClient(_Settings):
         answers, failures = [], []
         for server in self._servers.in_turn():
             try:
-                sent = (*self._metadata, *metadata)
+                sent = self._with(metadata)
                 answers.append(await method(server)(request, timeout=_finite(timeout), metadata=sent))
             except grpc.RpcError as error:
                 failures.append(RequestFailed.from_rpc_error(error))
@@ -339,8 +353,7 @@ class AsyncClient(_Settings):
             await self._shared_calls.close()
         for stream in list(self._open):  # which gRPC does not end with its channel
             stream.cancel()
-        for server in self._servers.all:
-            await server.channel.close()
+        await self._servers.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -383,7 +396,7 @@ class Client(_Settings):
         **options: Any,
     ) -> Generator[RequestOutput, None, None]:
         """See `AsyncClient.generate`."""
-        metadata = (*self._metadata, *_trace(traceparent))
+        metadata = self._with(_trace(traceparent))
         call = _Call(build_request(prompt, sampling_params, **options), self._retry, timeout, len(self._servers))
         while not call.generation.finished:
             server = self._servers.current

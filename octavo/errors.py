@@ -4,7 +4,7 @@ that ended."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -58,6 +58,10 @@ class RequestFailed(OctavoError):
         self.retry_after_s = retry_after_s
         self.reason = reason
         self.facts = dict(facts or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Pools of processes bring errors back pickled. What `Exception` does makes one of the text alone.
+        return type(self), (self.code, self.message), self.__dict__
 
     @property
     def is_unanswered(self) -> bool:

@@ -239,6 +239,12 @@ class LLM:
         self._embedded.check()
         return self._embedded.engine.flush_prefix_cache().result()
 
+    def unload_adapter(self, lora_name: str) -> None:
+        """Unloads an adapter, where `max_cpu_loras` of them are loaded and another one is to be. Returns when the
+        requests that use it have ended. Raises ValueError for a name that is not loaded."""
+        self._embedded.check()
+        self._embedded.unload_adapter(lora_name)
+
     def worker_peak_bytes(self) -> int:
         """The most memory that the worker process has had at once; 0 if unknown."""
         return self._embedded.worker.peak_bytes()

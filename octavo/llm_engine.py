@@ -106,6 +106,12 @@ class LLMEngine:
             for each in [request_id] if isinstance(request_id, str) else request_id:
                 self._embedded.engine.abort(each)
 
+    def unload_adapter(self, lora_name: str) -> None:
+        """See `LLM.unload_adapter`. Takes the steps that requests need which still use it: the next `step` gives their
+        outputs."""
+        with self._alone():
+            self._embedded.unload_adapter(lora_name)
+
     def step(self) -> list[RequestOutput]:
         """One round of schedule and answer: the requests that it brought on, each with all it has so far.
 

@@ -7,10 +7,10 @@ environment that is read at an import is not theirs.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 
+from octavo.shared.processes.module_command import module_command
 from tests import forkserver
 from tests.forked_process import ForkedProcess, ends_with_parent
 from tests.forked_ranks import fork_ranks
@@ -25,9 +25,10 @@ def fork_children(births: Connection, missing: Sequence[str]) -> None:
     async def start_child(
         command: Sequence[str], environment: Mapping[str, str], stderr: int | None = None
     ) -> ForkedChild:
-        assert command[:2] == [sys.executable, "-m"], "one that is not Python's"
-        child = ForkedChild(command[2:], environment, 2 if stderr is None else stderr, missing)
-        births.send((command[3] if command[2] == "octavo" else command[2], child.pid))
+        module, *arguments = command[len(module_command("")) - 1 :]
+        assert list(command) == module_command(module, *arguments), "one that is not Python's"
+        child = ForkedChild([module, *arguments], environment, 2 if stderr is None else stderr, missing)
+        births.send((arguments[0] if module == "octavo" else module, child.pid))
         return child
 
     for module in (supervisor, kept_processes):

@@ -15,7 +15,10 @@ import pytest
 import structlog
 from grpc._cython import cygrpc
 
-from octavo.shared import log
+from octavo.embedded.progress import Progress
+from octavo.shared import log, terminal_text
+from octavo.shared.processes.child_output import Screen
+from octavo.shared.terminal_row import ByteBar
 
 
 class Terminal(io.StringIO):
@@ -176,3 +179,32 @@ def test_a_line_that_nobody_reads_raises_nothing(monkeypatch: pytest.MonkeyPatch
     assert stream.num_tried == 1
     logging.getLogger("asyncio").error("and this")
     assert stream.num_tried > 1
+
+
+class Tee:
+    """What scripts put in the place of standard error to copy it."""
+
+    def __init__(self) -> None:
+        self.written: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.written.append(text)
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+def test_lines_go_to_what_can_only_be_written_to_and_nowhere_without_a_console(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream in (tee := Tee(), None):
+        structlog.reset_defaults()
+        monkeypatch.setattr("sys.stderr", stream)
+        monkeypatch.setenv(terminal_text.TERMINAL, "1")
+        assert terminal_text.is_terminal() is (stream is not None)
+        log.configure_library("warning")
+        structlog.get_logger().warning("said")
+        Screen().line("of a child")
+        ByteBar("fetching", 5).add(5)
+        Progress([], use_tqdm=True).close()
+    said = "".join(tee.written)
+    assert "said" in said and "of a child\n" in said

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from octavo.bench.figures import percentile
 from octavo.shared.options import environment_without_options
 from octavo.shared.ports import LOOPBACK, free_ports
 from octavo.shared.processes.end_with_parent import ends_with_parent
+from octavo.shared.processes.module_command import module_command
 from octavo.shared.rpc import CHANNEL_OPTIONS
 from protos import inference_pb2 as pb
 
@@ -97,9 +97,9 @@ def service(num_streams: int, step_ms: float, frontends: int, flags: Sequence[st
     num_processes = frontends + 1 if frontends > 1 else 1
     service_cores, load_cores = set(cores[: min(num_processes, max(1, len(cores) - 1))]), {cores[-1]}
     port, worker_port = free_ports(2)
-    worker = [sys.executable, "-m", "octavo.bench.simulated_worker", f"--port={worker_port}"]
+    worker = module_command("octavo.bench.simulated_worker", f"--port={worker_port}")
     worker += [f"--max-num-seqs={max(8, num_streams)}", f"--max-model-len={MAX_MODEL_LEN}", f"--step-ms={step_ms}"]
-    scheduler = [sys.executable, "-m", "octavo", "scheduler", f"--worker={LOOPBACK}:{worker_port}", f"--port={port}"]
+    scheduler = module_command("octavo", "scheduler", f"--worker={LOOPBACK}:{worker_port}", f"--port={port}")
     scheduler += ["--log-level=warning", "--metrics-port=0", f"--frontends={frontends}", *flags]
     processes = []
     try:

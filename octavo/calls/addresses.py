@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -36,9 +38,31 @@ def split_addresses(addresses: str | Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+_NAME = re.compile(r"[0-9a-z_.-]+")  # of metadata, to gRPC
+
+
+def check_metadata(metadata: Iterable[tuple[str, Any]]) -> None:
+    """Raises ValueError, which quotes no value, for what gRPC does not send: its asyncio calls would never end.
+
+    Values are printable ASCII, or any bytes where the name ends with -bin.
+    """
+    for name, value in metadata:
+        if not (isinstance(name, str) and _NAME.fullmatch(name)):
+            raise ValueError(f"metadata: {name!r} is no name; accepted: small letters, digits, '-', '_' and '.'")
+        is_sent = isinstance(value, bytes) if name.endswith("-bin") else _is_printable(value)
+        if not is_sent:
+            accepted = "bytes" if name.endswith("-bin") else "printable ASCII"
+            raise ValueError(f"{name}: its value is not {accepted}, which is what gRPC sends")
+
+
+def _is_printable(value: object) -> bool:
+    text = value.decode("latin-1") if isinstance(value, bytes) else value
+    return isinstance(text, str) and text.isascii() and text.isprintable()
+
+
 def check_key(key: str) -> None:
     """Raises ValueError, which does not quote it, for a key that no header can have: gRPC would show it in an error."""
-    if not (key.isascii() and key.isprintable()):
+    if not _is_printable(key):
         raise ValueError("api_key: it holds a line's end, or another character that is not printable ASCII")
 
 
@@ -67,6 +91,7 @@ class Servers:
     """A client's schedulers. `current` is used until a caller reports that it failed; may be shared between threads.
 
     Attributes:
+        all: whose channels are open.
         is_closed: set by their client when its own caller has closed it, which is no loss of a server.
     """
 
@@ -80,22 +105,28 @@ class Servers:
         own_connection: bool = False,
     ) -> None:
         """`own_connection`: shared with no other client of this process, as gRPC does by itself."""
-        refuse_in_fork()
-        beside = [*_RECONNECT_OPTIONS, ("grpc.use_local_subchannel_pool", int(own_connection))]
-        self.all: list[Server] = []
-        for address in split_addresses(addresses):
-            options = [*client_options(address), *beside]
-            channel = (
-                insecure(address, options=options)
-                if credentials is None
-                else secure(address, credentials, options=options)
-            )
-            self.all.append(Server(address, channel))
+        self._options = [*_RECONNECT_OPTIONS, ("grpc.use_local_subchannel_pool", int(own_connection))]
+        self._credentials, self._insecure, self._secure = credentials, insecure, secure
+        self._addresses = split_addresses(addresses)
         self._at = 0
         self.is_closed = False
+        self.all = self._opened()
+
+    def _opened(self) -> list[Server]:
+        refuse_in_fork()
+        servers = []
+        for address in self._addresses:
+            options = [*client_options(address), *self._options]
+            channel = (
+                self._insecure(address, options=options)
+                if self._credentials is None
+                else self._secure(address, self._credentials, options=options)
+            )
+            servers.append(Server(address, channel))
+        return servers
 
     def __len__(self) -> int:
-        return len(self.all)
+        return len(self._addresses)
 
     @property
     def current(self) -> Server:
@@ -117,6 +148,34 @@ class Servers:
         refuse_in_fork()
         if self.is_closed:
             raise RequestFailed(grpc.StatusCode.CANCELLED, "the client was closed")
+
+
+class ServersOfLoop(Servers):
+    """Those of an `AsyncClient`. A channel of `grpc.aio` is of the event loop that runs when it is made: it is made at
+    the first call, so that the client may be made before any loop runs, as that of a module is."""
+
+    _loop: asyncio.AbstractEventLoop | None = None
+
+    def _opened(self) -> list[Server]:
+        try:
+            self._loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return []
+        return super()._opened()
+
+    def _check(self) -> None:
+        super()._check()
+        if self._loop is asyncio.get_running_loop():
+            return
+        if self._loop is not None and not self._loop.is_closed():
+            raise RuntimeError("an AsyncClient is for one event loop, and another one has used this: make one in each")
+        self.all = self._opened()
+
+    async def close(self) -> None:
+        """Closes the channels, if this loop has any."""
+        if self._loop is asyncio.get_running_loop():
+            for server in self.all:
+                await server.channel.close()
 
 
 def first_failure(failures: Sequence[RequestFailed], num_asked: int) -> RequestFailed | None:

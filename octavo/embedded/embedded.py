@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from octavo.arguments.asked import Asked
@@ -89,6 +90,7 @@ class Embedded:
         config = dataclasses.replace(
             read.scheduler,
             worker=(self.worker.address,),
+            worker_token_file=self.worker.token_file,
             tokenizer=None,  # that of the worker, which finds it by name, too
         )
         self.max_waiting_tokens = config.max_waiting_tokens
@@ -147,17 +149,32 @@ class Embedded:
 
         for lora in dict.fromkeys(each for each in lora_requests if each is not None):
             try:
-                future = self.engine.load_adapter(lora.lora_name, lora.lora_path)
-                while not future.done():
-                    self.check()
-                    self.worker.check()
-                    if self._runs_itself:
-                        time.sleep(POLL_S)
-                    else:
-                        self.take_turn()
-                future.result()
+                self._wait_for(self.engine.load_adapter(lora.lora_name, lora.lora_path))
             except RequestRefused as refusal:
                 raise ValueError(f"lora_request {lora.lora_name!r}: {refusal}") from refusal
+
+    def unload_adapter(self, name: str) -> None:
+        """Returns when the requests that use it have ended, for which it takes steps where nobody else does, and the
+        worker has unloaded it. Raises ValueError where there is none of that name."""
+        from scheduler_svc.errors import RequestRefused
+
+        try:
+            self._wait_for(self.engine.unload_adapter(name), takes_steps=True)
+        except RequestRefused as refusal:
+            raise ValueError(str(refusal)) from refusal
+
+    def _wait_for(self, future: Future[int], *, takes_steps: bool = False) -> None:
+        """Until the worker has answered. Raises its refusal, and what ends the worker meanwhile."""
+        while not future.done():
+            self.check()
+            self.worker.check()
+            if self._runs_itself:
+                time.sleep(POLL_S)
+                continue
+            if takes_steps:
+                self.send_steps()
+            self.take_turn()
+        future.result()
 
     def takes_other_prompts(self, request: pb.GenerateRequest) -> bool:
         """Whether the parameters of a refused request are taken with the shortest prompt: then its own is at fault."""

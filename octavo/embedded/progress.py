@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ class Progress:
 
     def __init__(self, groups: Iterable[SequenceGroup], use_tqdm: bool | Callable[..., Any]) -> None:
         self._bar = None
-        if not use_tqdm:
+        if not use_tqdm or (use_tqdm is True and sys.stderr is None):  # which tqdm writes to
             return
         self._unfinished = list(groups)
         self._num_requests = len(self._unfinished)

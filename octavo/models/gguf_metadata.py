@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from octavo.models import gguf_values
 from octavo.models.errors import GGUFError
 from octavo.models.gguf_families import FAMILIES
 
@@ -47,6 +48,7 @@ _UNDERSTOOD_AS: dict[str, float] = {
     "expert_weights_norm": True,
     "rope.scaling.yarn_ext_factor": 1.0,
 }
+_FLOAT32_END = 2.0**128
 SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _OF_SOME = {  # of which architectures they are understood
     **dict.fromkeys(SOFT_CAPS, ("gemma2", "gemma3")),
@@ -83,24 +85,36 @@ class Metadata:
 
     def __getitem__(self, key: str) -> Any:
         if key not in self:
-            raise GGUFError(f"the file lacks {f'{self.name}.{key}'!r}")
+            raise gguf_values.lacking(f"{self.name}.{key}")
         return self._values[f"{self.name}.{key}"]
 
     def get(self, key: str, default: Any) -> Any:
         """The value of `ARCHITECTURE.key`, of whatever type the file gives it."""
         return self._values.get(f"{self.name}.{key}", default)
 
+    def text(self, key: str, default: str) -> str:
+        """Raises GGUFError for what is none."""
+        return gguf_values.text(self._values, f"{self.name}.{key}", default)
+
+    def count(self, key: str) -> int:
+        """0 where the file has no such key. Raises GGUFError, also for a list by layer."""
+        return gguf_values.integer(self._values, f"{self.name}.{key}", 0)
+
     def integer(self, key: str, default: int | None = None) -> int:
         """At least 1. Raises GGUFError, also for a list by layer."""
         value = self[key] if default is None else self.get(key, default)
-        if not isinstance(value, int) or value < 1:
-            raise GGUFError(f"{self.name}.{key} is {value!r:.60}, not one positive number for all layers")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise gguf_values.unlike(f"{self.name}.{key}", value, "one positive number for all layers")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """The shortest decimal that is the same float32: 9.999999747378752e-06 was written as 1e-05."""
-        return float(str(np.float32(self[key] if default is None else self.get(key, default))))
+        """The shortest decimal that is the same float32: 9.999999747378752e-06 was written as 1e-05. Raises GGUFError
+        for what is no number, or no finite one."""
+        value = self[key] if default is None else self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _FLOAT32_END:
+            raise gguf_values.unlike(f"{self.name}.{key}", value, "a number")
+        return float(str(np.float32(value)))
 
     def token_id(self, key: str) -> int | None:
-        """None where the file names no such token."""
-        return self._values.get(f"tokenizer.ggml.{key}_token_id")
+        """None where the file names no such token. Raises GGUFError for an id that no token has."""
+        return gguf_values.token_id(self._values, key)

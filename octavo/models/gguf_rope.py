@@ -36,8 +36,8 @@ def read_rope(metadata: Metadata, head_size: int, values: Values) -> dict[str, A
 
 def _scaling(metadata: Metadata, turned: int, values: Values) -> dict[str, Any]:
     # As in llama.cpp, a factor without a type divides all frequencies, and 0, or none, is 1.
-    is_stretched = metadata.get("rope.scaling.factor", 0) not in (0, 1)
-    kind = metadata.get("rope.scaling.type", "linear" if is_stretched else "none")
+    is_stretched = metadata.number("rope.scaling.factor", 0.0) not in (0, 1)
+    kind = metadata.text("rope.scaling.type", "linear" if is_stretched else "none")
     short, long = values("rope_factors_short.weight"), values("rope_factors_long.weight")
     if short is not None and long is not None:
         parameters = _by_factors(short, long, trained_length(metadata), turned)

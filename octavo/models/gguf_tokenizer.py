@@ -15,7 +15,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from octavo.models.errors import GGUFError
+from octavo.models.gguf_values import TOKENS, flag, integers, numbers, text, texts, token_id
 
+_TYPES = "tokenizer.ggml.token_type"
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF token types
 # What ends a turn, of Llama 3, Qwen, Phi and Gemma.
 ENDS = (
@@ -75,7 +77,7 @@ def tokenizer_files(metadata: dict[str, Any], model_max_length: int) -> dict[str
     `metadata` is GGUF key -> value. Raises `GGUFError`.
     """
     try:
-        tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+        tokens = texts(metadata, TOKENS)
         tokenizer = _build(metadata, tokens)
     except KeyError as error:
         raise GGUFError(f"the file lacks {error.args[0]!r}") from None
@@ -94,7 +96,7 @@ def tokenizer_files(metadata: dict[str, Any], model_max_length: int) -> dict[str
         **special,
     }
     files = {"tokenizer.json": tokenizer.to_str(pretty=False), "special_tokens_map.json": _json(special)}
-    if template := metadata.get("tokenizer.chat_template"):
+    if template := text(metadata, "tokenizer.chat_template"):
         config["chat_template"] = template
         files["chat_template.jinja"] = template
     files["tokenizer_config.json"] = _json(config)
@@ -104,12 +106,12 @@ def tokenizer_files(metadata: dict[str, Any], model_max_length: int) -> dict[str
 def _build(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
     kind = metadata["tokenizer.ggml.model"]
     if kind == "gpt2":
-        merges = [_pair(merge) for merge in metadata["tokenizer.ggml.merges"]]
-        return _byte_level(tokens, merges, metadata.get("tokenizer.ggml.pre", "default"))
+        merges = [_pair(merge) for merge in texts(metadata, "tokenizer.ggml.merges")]
+        return _byte_level(tokens, merges, text(metadata, "tokenizer.ggml.pre", "default"))
     if kind == "llama":
-        unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
-        merges = merges_from_scores(tokens, metadata["tokenizer.ggml.scores"])
-        space_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+        unknown = tokens[token_id(metadata, "unknown") or 0]
+        merges = merges_from_scores(tokens, numbers(metadata, "tokenizer.ggml.scores"))
+        space_prefix = flag(metadata, "tokenizer.ggml.add_space_prefix", True)
         return _sentencepiece(tokens, merges, unknown, space_prefix)
     raise GGUFError(f"tokenizer model {kind!r} cannot be converted; 'gpt2' and 'llama' can")
 
@@ -130,6 +132,9 @@ def _byte_level(tokens: list[str], merges: list[tuple[str, str]], pre: str) -> T
         steps.append(pre_tokenizers.Split(Regex(splitting.split), behavior="isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not splitting.split))
     vocab = {token: index for index, token in enumerate(tokens)}
+    for left, right in merges:
+        if left + right not in vocab:  # which ends `tokenizers` in a panic where it is longer than any token
+            raise GGUFError(f"tokenizer.ggml.merges makes {left + right!r:.60}, which is no token of the file")
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=splitting.ignores_merges))
     if splitting.is_composed:
         tokenizer.normalizer = normalizers.NFC()
@@ -178,8 +183,10 @@ def merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[str
 def typed_tokens(metadata: dict[str, Any]) -> list[tuple[str, int]]:
     """The vocabulary in its order, text and type of each, where the file has types. What ends a turn is a control token
     by its text, as in llama.cpp: converters wrote other types for Phi-3's and Gemma's."""
-    texts, kinds = (metadata.get(f"tokenizer.ggml.{key}") or [] for key in ("tokens", "token_type"))
-    return [(text, _CONTROL if text in ENDS else kind) for text, kind in zip(texts, kinds, strict=False)]
+    if TOKENS not in metadata or _TYPES not in metadata:
+        return []
+    typed = zip(texts(metadata, TOKENS), integers(metadata, _TYPES), strict=False)
+    return [(token, _CONTROL if token in ENDS else kind) for token, kind in typed]
 
 
 def _add_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
@@ -203,12 +210,12 @@ def _add_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
 def _add_bos(tokenizer: Tokenizer, metadata: dict[str, Any], tokens: list[str]) -> None:
     """Prompts begin with the BOS token where the file says so. Those of sentencepiece, Llama 3 and Tekken do unless it
     denies it, as in llama.cpp: files made of a tokenizer.json whose template adds BOS have no key for it."""
-    index = metadata.get("tokenizer.ggml.bos_token_id")
+    index = token_id(metadata, "bos")
     if metadata["tokenizer.ggml.model"] == "llama":
         usual = True
     else:
-        usual = _SPLITTINGS[metadata.get("tokenizer.ggml.pre", "default")].has_bos
-    wanted = metadata.get("tokenizer.ggml.add_bos_token", usual)
+        usual = _SPLITTINGS[text(metadata, "tokenizer.ggml.pre", "default")].has_bos
+    wanted = flag(metadata, "tokenizer.ggml.add_bos_token", usual)
     if wanted and index is not None:
         bos = tokens[index]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -218,7 +225,7 @@ def _add_bos(tokenizer: Tokenizer, metadata: dict[str, Any], tokens: list[str]) 
 
 def _special_tokens(metadata: dict[str, Any], tokens: list[str]) -> dict[str, str]:
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
+    ids = {name: token_id(metadata, key) for name, key in names.items()}
     return {name: tokens[index] for name, index in ids.items() if index is not None}
 
 

@@ -45,7 +45,7 @@ def fetch_from_hub(
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars, tqdm
 
-    if not sys.stderr.isatty():
+    if not (hasattr(sys.stderr, "isatty") and sys.stderr.isatty()):  # None without a console
         disable_progress_bars()
     with _one_line_errors(name):
         try:

@@ -1,4 +1,5 @@
-"""The links inside `octavo serve`, which other users of the machine can reach: who may use them.
+"""The links inside `octavo serve` and to the worker of an `LLM`, which other users of the machine can reach: who may
+use them.
 
 Workers want a token, which is made for each start. It goes from hand to hand in a file of a folder that nobody else can
 enter, as a command line can be read by all. The gateway reaches a scheduler with certificates by a socket in the same
@@ -62,7 +63,7 @@ def locked_links(
     given = {file for file in (scheduler.worker_token_file, worker.token_file) if file is not None}
     if len(given) > 1:
         raise PlanError("token_file and worker_token_file are two files, and of one token: one of them is enough")
-    token_file = given.pop() if given else _new_token(folder)
+    token_file = given.pop() if given else new_token(folder)
     has_tls = scheduler.tls_cert_file is not None
     scheduler = dataclasses.replace(scheduler, worker_token_file=token_file, socket_folder=folder if has_tls else None)
     worker = dataclasses.replace(
@@ -71,7 +72,8 @@ def locked_links(
     return scheduler, worker
 
 
-def _new_token(folder: Path) -> Path:
+def new_token(folder: Path) -> Path:
+    """A file in `folder` with a token for the workers of one start, readable for this user alone."""
     file = folder / "worker-token"
     file.touch(mode=0o600)
     file.write_text(secrets.token_urlsafe(TOKEN_BYTES), encoding="ascii")

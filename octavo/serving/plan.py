@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from octavo.shared.cores import available_cores
 from octavo.shared.options import COMMON, check_port, environment_without_options, option, to_arguments
 from octavo.shared.ports import LOOPBACK, check_port_is_free, free_port, free_ports, is_loopback, reachable
+from octavo.shared.processes.module_command import module_command
 from octavo.shared.tracing.options import check_tracing_packages
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _child(name: str, command: str, config: object, environment: Mapping[str, st
     # Here, with structlog: the worker of an `LLM` starts 40 ms sooner without.
     from octavo.shared.processes.supervisor import Child
 
-    arguments = [sys.executable, "-m", "octavo", command, *to_arguments(config)]
+    arguments = module_command("octavo", command, *to_arguments(config))
     return Child(name, arguments, environment, essential)
 
 

@@ -117,19 +117,21 @@ def _configure_structlog(number: int, processors: list[Any]) -> None:
 
 
 class _Unread:
-    """A file whose reader may be gone: a line that nobody reads ends nobody who logs it."""
+    """A file whose reader may be gone, or None: a line that nobody reads ends nobody who logs it."""
 
-    def __init__(self, file: TextIO) -> None:
+    def __init__(self, file: TextIO | None) -> None:
         self._file = file
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError, ValueError):
-            return self._file.write(text)
+            if self._file is not None:
+                return self._file.write(text)
         return len(text)
 
     def flush(self) -> None:
         with contextlib.suppress(OSError, ValueError):
-            self._file.flush()
+            if self._file is not None:
+                self._file.flush()
 
 
 def trace(error: BaseException) -> str:

@@ -17,8 +17,11 @@ _CONTROLS[ord("\r")] = ""
 
 
 def is_terminal() -> bool:
-    """Whether people read what this process writes to standard error, as it comes."""
-    return sys.stderr.isatty() or TERMINAL in os.environ
+    """Whether people read what this process writes to standard error, as it comes.
+
+    A program without a console has None there.
+    """
+    return sys.stderr is not None and (TERMINAL in os.environ or _is_tty(sys.stderr))
 
 
 def harmless(text: str) -> str:
@@ -31,6 +34,11 @@ def harmless_line(text: str) -> str:
     return "".join(each if each.isprintable() else _spelt_out(ord(each)) for each in text)
 
 
+def _is_tty(file: TextIO) -> bool:
+    """One that copies output may only know `write`."""
+    return hasattr(file, "isatty") and file.isatty()
+
+
 def _spelt_out(code: int) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
@@ -38,5 +46,5 @@ def _spelt_out(code: int) -> str:
 def say(text: str, file: TextIO | None = None, end: str = "\n") -> None:
     """Prints at once to `file` (default: standard output); at a terminal, what is `harmless` of it."""
     file = sys.stdout if file is None else file
-    at_terminal = is_terminal() if file is sys.stderr else file.isatty()
+    at_terminal = is_terminal() if file is sys.stderr else _is_tty(file)
     print(harmless(text) if at_terminal else text, end=end, file=file, flush=True)

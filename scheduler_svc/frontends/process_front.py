@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import socket
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +14,7 @@ import grpc
 
 from octavo.shared.options import to_arguments
 from octavo.shared.ports import reserve_port
+from octavo.shared.processes.module_command import module_command
 from octavo.shared.rpc import LINK_SERVER_OPTIONS
 from protos import frontend_pb2_grpc
 from scheduler_svc.api import control_service
@@ -65,7 +65,7 @@ class ProcessFront:
         await self._server.start()
         self._control = await serve_control(config, add_control)
         options = to_arguments(dataclasses.replace(config, port=port))
-        command = [sys.executable, "-m", "scheduler_svc.frontend_process", f"--core={address}", *options]
+        command = module_command("scheduler_svc.frontend_process", f"--core={address}", *options)
         self._processes = KeptProcesses(
             "frontend", lambda number: [*command, f"--number={number}"], config.frontends, serving.vital
         )

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 
 from octavo.shared.options import environment_without_options
 from octavo.shared.processes.end_with_parent import ends_with_parent
+from octavo.shared.processes.module_command import module_command
 from scheduler_svc.models.model_description import encode_models
 from scheduler_svc.models.served_models import ServedModels
 from scheduler_svc.requests import frames
 from scheduler_svc.requests.frames import Answer, Ask
 
 READ_BYTES = 65_536
-COMMAND = (sys.executable, "-m", "scheduler_svc.requests.text_process")
+COMMAND = module_command("scheduler_svc.requests.text_process")
 
 
 class KillableProcess:

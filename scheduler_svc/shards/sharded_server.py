@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import socket
-import sys
 import tempfile
 import time
 from functools import partial
@@ -20,6 +19,7 @@ import structlog
 
 from octavo.shared.options import to_arguments
 from octavo.shared.ports import reserve_port
+from octavo.shared.processes.module_command import module_command
 from octavo.shared.rpc import WORKER_SERVER_OPTIONS
 from protos import inference_pb2_grpc, shards_pb2, shards_pb2_grpc
 from scheduler_svc.api.control_server import ControlServer, serve_control
@@ -105,7 +105,7 @@ class Parent:
         self._control = await serve_control(config, partial(inference_pb2_grpc.add_ControlServicer_to_server, control))
         self._shards.start()
         options = to_arguments(dataclasses.replace(config, port=port))
-        command = [sys.executable, "-m", "scheduler_svc.frontend_process", f"--core={address}", *options]
+        command = module_command("scheduler_svc.frontend_process", f"--core={address}", *options)
         self._frontends = KeptProcesses(
             "frontend", lambda number: [*command, f"--number={number}"], config.frontends, self.vital
         )

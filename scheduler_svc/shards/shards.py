@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import shutil
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import grpc
 import structlog
 
 from octavo.shared.options import to_arguments
+from octavo.shared.processes.module_command import module_command
 from octavo.shared.rpc import WORKER_CHANNEL_OPTIONS
 from protos import inference_pb2_grpc, shards_pb2, shards_pb2_grpc
 from scheduler_svc.config import SchedulerConfig
@@ -124,8 +124,7 @@ class Shards:
             former.cancel()
         self._followers[index] = asyncio.create_task(self._follow(index, socket))
         options = to_arguments(dataclasses.replace(self._config, metrics_port=None))
-        module = [sys.executable, "-m", "scheduler_svc.shards.shard_process"]
-        return [*module, f"--socket={socket}", f"--index={index}", *options]
+        return module_command("scheduler_svc.shards.shard_process", f"--socket={socket}", f"--index={index}", *options)
 
     async def _follow(self, index: int, socket: str) -> None:
         """One life, as far as it can be reached; at its end the process is ended, too, should it still be there."""

@@ -99,12 +99,26 @@ def test_every_kind_of_prompt(server: FakeServer, generate: Any) -> None:
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         {"messages": [{"role": "user", "image": "x"}]},
         {"prompt": "a", "mood": "good"},
+        {"prompt": "a", "traceparent": "00-aa\n"},
+        {"prompt": "a", "traceparent": "00-é"},
     ],
     ids=str,
 )
 def test_what_cannot_be_sent_is_a_value_error(server: FakeServer, generate: Any, arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         generate(**arguments)
+    assert server.inference.requests == []
+
+
+@pytest.mark.parametrize("field", [("x", "a\nb"), ("x-bin", "text"), ("X", "a"), ("x", None)], ids=str)
+async def test_metadata_that_grpc_does_not_send_are_refused(server: FakeServer, field: Any) -> None:
+    async with AsyncClient(server.address, retry=QUICK) as client:
+        with pytest.raises(ValueError, match=r"(?i)^(metadata: )?'?x"):
+            client.stream(pb.GenerateRequest(prompt="a"), metadata=[field])
+        with pytest.raises(ValueError):
+            await asyncio.wait_for(client.load_adapter("a", "/a", metadata=[field]), 20)
+        with pytest.raises(ValueError):
+            await anext(client.follow(lambda at: at.control.WatchSteps, pb.WatchStepsRequest(), metadata=[field]))
     assert server.inference.requests == []
 
 
@@ -541,6 +555,28 @@ async def test_an_async_client_that_is_closed_while_it_waits_says_so_too(server:
         await client.complete("hello")
     await closing[0]
     assert len(server.inference.requests) == 1
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_an_async_client_may_be_made_before_its_loop_and_used_in_the_next_one(server: FakeServer, shares: bool) -> None:
+    client = AsyncClient(server.address, retry=QUICK, share_calls=shares)
+
+    async def ask() -> list[int]:
+        params = SamplingParams(max_tokens=2, seed=7)
+        return tokens_of([output async for output in client.generate("a", params)])
+
+    for _ in range(2):
+        assert asyncio.run(ask()) == expected_tokens(7, 0, 2)
+        assert asyncio.run(client.is_ready())
+
+    async def use_in_two() -> None:
+        assert await client.is_ready()
+        with pytest.raises(RuntimeError, match="for one event loop"):
+            await asyncio.to_thread(asyncio.run, client.is_ready())
+        await client.close()
+
+    asyncio.run(use_in_two())
+    asyncio.run(AsyncClient(server.address).close())
 
 
 async def test_a_client_that_was_closed_says_so(server: FakeServer) -> None:

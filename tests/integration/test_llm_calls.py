@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from octavo import LLM, EngineArgs, LLMEngine, Logprob, LoRARequest, SamplingParams
 from octavo.embedded import worker_process
 from octavo.shared.options import OptionError
+from protos import worker_pb2, worker_pb2_grpc
 from tests.fakes import FakeWorker
 from tests.scheduler.hashed_tokens import hashed_after
 from tests.tiny_models import make_tiny_llama
@@ -39,6 +42,21 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 def shown(llm: LLM, output: Any) -> str:
     return llm.get_tokenizer().decode(list(output.prompt_token_ids), skip_special_tokens=False)
+
+
+def test_a_worker_wants_a_token_that_its_llm_alone_can_read(folder: Path) -> None:
+    with LLM(str(folder), max_model_len=256, kv_cache_memory=0.02) as own:
+        file = own._embedded.worker.token_file
+        assert [stat.S_IMODE(each.stat().st_mode) for each in (file.parent, file)] == [0o700, 0o600]
+        with grpc.insecure_channel(own._embedded.worker.address) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            for metadata in ((), (("authorization", "Bearer none-that-it-has-made"),)):
+                with pytest.raises(grpc.RpcError) as refused:
+                    stub.Initialize(worker_pb2.InitializeRequest(), metadata=metadata, timeout=30)
+                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            stub.GetInfo(worker_pb2.GetInfoRequest(), metadata=(("authorization", f"Bearer {file.read_text()}"),))
+        assert own.generate("x", GREEDY, use_tqdm=False)[0].outputs[0].error is None
+    assert not file.parent.exists()
 
 
 def test_a_conversation_is_put_into_the_models_template(llm: LLM) -> None:
@@ -150,7 +168,9 @@ def test_what_was_cached_and_how_likely_each_token_was(llm: LLM) -> None:
 
 
 class AdapterWorker(FakeWorker):
-    """In the place of `WorkerProcess`: a fake one that takes adapters, in this process."""
+    """In the place of `WorkerProcess`: a fake one that takes adapters, in this process, and wants no token."""
+
+    token_file = None
 
     def __init__(self, config: Any) -> None:
         super().__init__(max_loras=2)
@@ -223,6 +243,13 @@ def test_adapters_are_loaded_and_used(folder: Path, monkeypatch: pytest.MonkeyPa
             while engine.has_unfinished_requests():
                 (output,) = engine.step()
             assert output.outputs[0].token_ids == hashed_after(prompt, 9) and output.lora_request == PIRATE
+            engine.add_request("2", prompt, params, lora_request=PIRATE)
+            engine.step()
+            engine.unload_adapter("pirate")
+            (output,) = engine.step()
+            assert output.finished and output.outputs[0].token_ids == hashed_after(prompt, 9)
+            fake: Any = engine._embedded.worker
+            assert fake.adapters == {} and not engine.has_unfinished_requests()
         return
     with LLM(str(folder)) as llm:
         worker: Any = llm._embedded.worker
@@ -239,6 +266,11 @@ def test_adapters_are_loaded_and_used(folder: Path, monkeypatch: pytest.MonkeyPa
         ):
             with pytest.raises(ValueError, match=words):
                 llm.generate(prompt, lora_request=lora)
+        llm.unload_adapter("poet")
+        with pytest.raises(ValueError, match="adapter 'poet' is not here; loaded: 'pirate'"):
+            llm.unload_adapter("poet")
+        llm.generate(prompt, params, lora_request=LoRARequest("poet", 2, "/elsewhere"), use_tqdm=False)
+        assert worker.adapters.keys() == {"poet", "pirate"}
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ def write_gguf(
     sizes = _sizes(config) | {key.replace("__", "."): value for key, value in metadata.items()}
     writer = gguf.GGUFWriter(path, name)
     writers = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32, bool: writer.add_bool}
+    writers[list] = writer.add_array
     for key, value in sizes.items():
         if value is None:
             continue

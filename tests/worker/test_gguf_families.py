@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -249,6 +250,17 @@ def test_a_chat_ends_with_its_turn(tmp_path: Path) -> None:
         ("bloom", {"block_count": 100_000}, "bloom.block_count is 100000, and the file has 41 tensors"),
         ("gemma3", {"block_count": 2**31, "attention__sliding_window": 0}, "gemma3.block_count is 2147483648, and the"),
         ("gemma2", {"block_count": 0}, r"gemma2\.block_count is 0, not one positive number for all layers"),
+        ("qwen2", {"rope__freq_base": "abc"}, "qwen2.rope.freq_base is 'abc', not a number"),
+        ("qwen2", {"rope__freq_base": [1.0]}, r"qwen2.rope.freq_base is \[1.0\], not a number"),
+        ("qwen2", {"attention__layer_norm_rms_epsilon": math.nan}, "layer_norm_rms_epsilon is nan, not a number"),
+        ("qwen2", {"rope__scaling__factor": "x"}, "qwen2.rope.scaling.factor is 'x', not a number"),
+        ("qwen2", {"rope__scaling__type": 3}, "qwen2.rope.scaling.type is 3, not a text"),
+        ("qwen2", {"block_count": True}, "qwen2.block_count is True, not one positive number"),
+        ("qwen2", {"/split.count": "abc"}, "split.count is 'abc', not a whole number"),
+        ("gemma2", {"attention__sliding_window": "x"}, "sliding_window is 'x', not a whole number"),
+        ("qwen2", {"/tokenizer.chat_template": 5}, "tokenizer.chat_template is 5, not a text"),
+        ("qwen2", {"/tokenizer.chat_template": ["a"]}, "tokenizer.chat_template is .'a'., not a text"),
+        ("qwen2", {"/tokenizer.ggml.eot_token_id": [1]}, "eot_token_id is .1., not the id of one of [0-9]+ tokens"),
     ],
 )
 def test_what_cannot_be_converted_is_said_in_one_line(

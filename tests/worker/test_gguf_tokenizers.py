@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -173,6 +174,42 @@ def test_bloom_cuts_at_spaces_and_punctuation(text: str, expected: list[str]) ->
 def test_an_unknown_word_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(GGUFError, match="pre-tokenizer 'own' is not known; known are smollm, starcoder, llama-bpe"):
         made("own")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("tokens", "abc", "not a list of texts"),
+        ("merges", [1], "not a list of texts"),
+        ("merges", ["a b", "ab a"], "makes 'aba', which is no token of the file"),
+        ("token_type", 1, "not a list of whole numbers"),
+        ("token_type", [1.5], "not a list of whole numbers"),
+        ("pre", ["qwen2"], "not a text"),
+        ("add_bos_token", "yes", "not true or false"),
+        *[
+            (f"{name}_token_id", value, "not the id of one of 257 tokens")
+            for name in ("bos", "eos", "unknown", "padding")
+            for value in (257, -2, 2**64 - 1, True, 1.0, "1", [1])
+        ],
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_the_name_of_its_key(key: str, value: Any, why: str) -> None:
+    with pytest.raises(GGUFError, match=f"^tokenizer.ggml.{key} .*{why}"):
+        made("qwen2", **{f"tokenizer__ggml__{key}": value})
+
+
+def test_scores_of_another_type_are_refused() -> None:
+    with pytest.raises(GGUFError, match=r"^tokenizer.ggml.scores is \['x'\], not a list of numbers"):
+        spm([], tokenizer__ggml__scores=["x"])
+
+
+@pytest.mark.parametrize("none", [-1, 2**32 - 1])
+def test_a_file_may_say_that_it_has_no_such_token(none: int) -> None:
+    """As llama.cpp writes it, and reads it where it has a u32."""
+    metadata: dict[str, Any] = {"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.merges": []}
+    metadata |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.eos_token_id": 1}
+    metadata |= {f"tokenizer.ggml.{name}_token_id": none for name in ("bos", "padding")}
+    assert json.loads(tokenizer_files(metadata, 64)["special_tokens_map.json"]) == {"eos_token": "b"}
 
 
 def test_what_ends_a_turn_is_special_whatever_type_a_file_gives_it() -> None:

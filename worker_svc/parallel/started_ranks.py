@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 
 from octavo.shared.options import environment_without_options, to_arguments
 from octavo.shared.ports import LOOPBACK, free_port
 from octavo.shared.processes.end_with_parent import ends_with_parent
+from octavo.shared.processes.module_command import module_command
 from worker_svc.config import WorkerConfig
 from worker_svc.parallel.membership import Membership
 from worker_svc.parallel.step_channel import SharedMemoryChannel
@@ -35,7 +35,7 @@ class StartedRanks:
         environment = environment_without_options() | member.variables()
         environment[CHANNEL] = ",".join(map(str, self.channel.descriptors))
         process = subprocess.Popen(
-            ends_with_parent([sys.executable, "-m", "octavo", "worker", *to_arguments(config)]),
+            ends_with_parent(module_command("octavo", "worker", *to_arguments(config))),
             env=environment,
             stdin=subprocess.DEVNULL,
             pass_fds=self.channel.descriptors,

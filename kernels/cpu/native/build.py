@@ -128,7 +128,7 @@ def compiler() -> list[str]:
             return command
     if importlib.util.find_spec("ziglang"):
         # A target that is named stands for the least of its processors; without one, for this very one.
-        return [sys.executable, "-m", "ziglang", "c++", "-target", f"{platform.machine()}-linux-gnu"]
+        return [sys.executable, "-P", "-m", "ziglang", "c++", "-target", f"{platform.machine()}-linux-gnu"]
     raise NoCompilerError(
         "CPU kernels have to be compiled, and there is no C++ compiler: install g++, or `pip install ziglang`"
     )

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 from octavo.commands.flags.numbers import count
+from octavo.shared.processes.module_command import module_command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +41,7 @@ def _compile(arguments: argparse.Namespace) -> int:
     flags += ["--loops"] * arguments.loops + ["--json"] * arguments.json
     # Where Triton's interpreter is on, kernels cannot be compiled, and it counts when they are imported.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "kernels.bench.compile_all", *flags]
+    command = module_command("kernels.bench.compile_all", *flags)
     return subprocess.run(command, env=environment).returncode
 
 

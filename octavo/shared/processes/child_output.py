@@ -46,8 +46,9 @@ class Screen:
     def _write(self, text: str) -> None:
         # Whoever read it may be gone: what children write is read all the same, or they would wait for that for ever.
         with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(text)
-            sys.stderr.flush()
+            if sys.stderr is not None:  # of a program without a console
+                sys.stderr.write(text)
+                sys.stderr.flush()
 
 
 class ChildOutput:
