@@ -69,8 +69,8 @@ def _pool(pool: pb.BlockPool) -> dict[str, Any]:
 
 
 def _keys(requests: Iterable[pb.RequestState]) -> Iterator[str]:
-    """Of each request one that no other of the frame has, and that it keeps. Ids are unique per tenant only; and for a
-    moment two of one tenant have the same, where one has ended and the next has come."""
+    """Of each request one that no other of the frame has. Ids are unique per tenant only, so it keeps its key but for a
+    moment in which two of one tenant have the same: one has ended, and the next has come."""
     seen: Counter[str] = Counter()
     for request in requests:
         owned = f"{request.tenant}\0{request.request_id}".encode()

@@ -91,7 +91,7 @@ def _workers(view: View) -> FittingTable:
     columns += [Column("problem")] if has_problems else []
     same_model = ["model"] if len({worker.model for worker in workers}) == 1 else []  # which the table above names
     spared = ["problem", "cache", "host", "swapped/s", *same_model, "preempted", "adapters", "ranks", "steps/s"]
-    table = FittingTable(columns, spared=[*spared, "running", "model"], below={"problem": _problems(workers)})
+    table = FittingTable(columns, spared=[*spared, "running", "model", "blocks"], below={"problem": _problems(workers)})
     for worker in workers:
         speed = view.speeds.get(worker.address)
         table.add_row(

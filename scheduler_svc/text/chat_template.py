@@ -113,6 +113,15 @@ class ChatTemplate:
         )
         return frozenset(value for value in constants if isinstance(value, str))
 
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """Texts of a single word that stand in its code: roles that it knows, among others."""
+        try:
+            constants = _environment().parse(self._source).find_all(nodes.Const)
+        except jinja2.TemplateSyntaxError:
+            return frozenset()
+        return frozenset(each.value for each in constants if isinstance(each.value, str) and each.value.isidentifier())
+
     def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, max_chars: int | None) -> str:
         pieces: list[str] = []
         num_chars = 0

@@ -31,7 +31,7 @@ _TRANSFORMS = re.compile(
     r"\b(batch|capitalize|format|join|lower|map|partition|removeprefix|removesuffix|replace|reverse|rpartition|rsplit"
     r"|slice|split|splitlines|striptags|swapcase|title|translate|truncate|upper|wordwrap)\b"
 )
-# Whose control tokens a template may put together: '<|' + role + '|>'. So it may with those that it compares with.
+# Whose control tokens a template may put together: '<|' + role + '|>'. So it may with those that it has words for.
 _ROLES = frozenset({"assistant", "developer", "function", "observation", "system", "tool", "user"})
 _NEUTRAL_NORMALIZERS = {"Prepend", "Replace", "Sequence"}  # change nothing but spaces, as tokenizers use them
 
@@ -43,6 +43,7 @@ class ContentGuard:
         tokenizer: is not changed any more.
         control_tokens: text -> id; all of them added tokens, which text is split at.
         template: source of the chat template, and `looked_for` what it looks for in messages, which stays whole.
+        words: that the template has; a role that is one of them stays whole.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class ContentGuard:
         control_tokens: Mapping[str, int],
         template: str,
         looked_for: Iterable[str] = (),
+        words: Iterable[str] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._control_tokens = dict(control_tokens)
@@ -59,11 +61,9 @@ class ContentGuard:
         whole = _any_of(self._control_tokens)
         self._genuine = re.compile(f"(?>{whole})")
         looked_for = frozenset(looked_for)
-        self._known_roles = _ROLES | looked_for
-        self._endings = frozenset(text[start:] for text in control_tokens for start in range(1, len(text)))
-        self._joined = "\0".join(control_tokens)
-        self._transforms = _TRANSFORMS.search(template) is not None
-        if self._transforms:
+        self._known_roles = _ROLES | {word.lower() for word in (*looked_for, *words)}
+        self._middles, self._endings = _lacking([text.lower() for text in control_tokens], template.lower())
+        if _TRANSFORMS.search(template):
             firsts = {case for text in control_tokens for case in (text[0], text[0].lower(), text[0].upper())}
             kept = _any_of(text for text in looked_for if not any(each.startswith(text) for each in control_tokens))
             self._risky = re.compile(f"{_not(kept)}[{''.join(map(re.escape, sorted(firsts)))}]")
@@ -89,12 +89,13 @@ class ContentGuard:
         return list(map(str.__add__, begins, marked)), mark
 
     def _may_complete(self, role: str) -> bool:
-        """Whether it is a part of a control token, or begins with the end of one."""
-        if role in self._known_roles:
-            return False
-        is_part = role in self._joined
-        longest = max(map(len, self._endings), default=0)
-        return is_part or self._transforms or any(role[:length] in self._endings for length in range(1, longest + 1))
+        """Whether it is, or begins with, what a text of the template lacks of a control token.
+
+        A template that does more with a role than write it would see another word, so no other role is broken.
+        """
+        role = role.lower()
+        completes = role in self._middles or any(role.startswith(ending) for ending in self._endings)
+        return completes and role not in self._known_roles
 
     def encode(self, rendered: str, mark: str) -> list[int]:
         """Token ids of what was rendered from marked texts: control tokens where the template wrote them alone."""
@@ -137,6 +138,17 @@ class ContentGuard:
         return tokenizer, spellings
 
 
+def _lacking(control_tokens: Iterable[str], template: str) -> tuple[frozenset[str], frozenset[str]]:
+    """What a template that has the beginning of a control token lacks of it: but for an end that it has, and in all."""
+    middles, endings = set[str](), set[str]()
+    for text in control_tokens:
+        begins = [place for place in range(1, len(text)) if text[:place] in template]
+        ends = [place for place in range(1, len(text)) if text[place:] in template]
+        middles.update(text[start:end] for start in begins for end in ends if start < end)
+        endings.update(text[start:] for start in begins)
+    return frozenset(middles), frozenset(endings)
+
+
 def _without(merges: list[Any], texts: AbstractSet[str]) -> list[Any]:
     """The merges that neither take nor make one of `texts`."""
     return [[left, right] for left, right in merges if texts.isdisjoint((left, right, left + right))]
@@ -157,7 +169,9 @@ def _hides_control_tokens(tokenizer: tokenizers.Tokenizer, control_tokens: Mappi
         return False
     steps = _steps(json.loads(tokenizer.normalizer.__getstate__()))
     texts = list(control_tokens)
-    if {step["type"] for step in steps} <= _NEUTRAL_NORMALIZERS:  # only what they write (a mark for a space) is new
+    takes_away = any(step["type"] == "Replace" and not step["content"] for step in steps)
+    # Of others only what they write is new: a mark for a space.
+    if {step["type"] for step in steps} <= _NEUTRAL_NORMALIZERS and not takes_away:
         written = [text for step in steps if (text := step.get("content") or step.get("prepend"))]
         texts = [text for text in texts if any(each in text for each in written)]
     is_normalized = {token.content: token.normalized for token in tokenizer.get_added_tokens_decoder().values()}

@@ -111,6 +111,7 @@ class Tokenizer:
             self.control_tokens,
             self.chat_template.source,
             self.chat_template.looked_for,
+            self.chat_template.words,
         )
 
     @property
@@ -207,11 +208,11 @@ class Tokenizer:
             values = more.values() if isinstance(more, dict) else more if isinstance(more, list) else ()
             named += map(_token_content, values)
         added = {token.content: token for token in self._tokenizer.get_added_tokens_decoder().values()}
-        for text in dict.fromkeys(named):
-            if text and self._tokenizer.token_to_id(text) is not None:
-                token = added.get(text) or tokenizers.AddedToken(text, normalized=False)
-                if not token.special:
-                    self._tokenizer.add_special_tokens([token])
+        known = [text for text in dict.fromkeys(named) if text and self._tokenizer.token_to_id(text) is not None]
+        tokens = [added.get(text) or tokenizers.AddedToken(text, normalized=False) for text in known]
+        self._tokenizer.add_special_tokens(
+            [token for token in tokens if not token.special]
+        )  # all at once: each is slow
 
     def _find_eos_token_ids(self) -> tuple[int, ...]:
         """From the generation config, else the model's config, else the tokenizer's EOS token."""

@@ -152,7 +152,7 @@ def test_an_answer_steers_no_terminal_and_reaches_a_pipe_as_it_is(command: str) 
         with started(line, cwd=ROOT, stdin=terminal.inside, stdout=terminal.inside) as process:
             shown = terminal.wait_for("Grüße\r\n".encode())
             assert process.wait(20) == 0
-    assert shown == (rb"\u001b]52;c;eA==\u0007\u001b[8mhidden\u009b2J\u000d" + "\r\n\tGrüße\r\n".encode()), (
+    assert shown == (rb"\u001b]52;c;eA==\u0007\u001b[8mhidden\u009b2J" + "\r\n\tGrüße\r\n".encode()), (
         "the terminal itself ends lines with two characters"
     )
 

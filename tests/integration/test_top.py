@@ -261,7 +261,7 @@ def lines_of(view: View, width: int) -> list[str]:
 def test_a_narrow_terminal_shows_fewer_columns_and_each_of_them_whole() -> None:
     columns = ["worker", "state", "blocks", "running", "steps/s", "in/s", "out/s"]
     values = ["draining", "75% of 2,000", "12", "31", "15,200", "4,224"]
-    for width, spared in ((80, ()), (60, ("running", "steps/s"))):
+    for width, spared in ((80, ()), (60, ("running", "steps/s")), (45, ("running", "steps/s", "blocks"))):
         lines = lines_of(two_workers(), width)
         assert row(lines, "worker ") == [each for each in columns if each not in spared]
         kept = [value for title, value in zip(columns[1:], values, strict=True) if title not in spared]
@@ -297,7 +297,7 @@ def test_very_long_names_are_cut_and_state_and_speeds_are_not() -> None:
 
 @pytest.mark.usefixtures("running")
 def test_a_locale_without_an_ellipsis_is_no_reason_to_end(service: Service) -> None:
-    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "50", "LINES": "40", "PYTHONIOENCODING": "latin-1"}
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "36", "LINES": "40", "PYTHONIOENCODING": "latin-1"}
     command = [sys.executable, "-m", "octavo", "top", "--once", "--address", service.address]
     with Terminal() as terminal:
         inside = terminal.inside
