@@ -18,7 +18,7 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import tokenizers
@@ -141,9 +141,10 @@ class ContentGuard:
 def _lacking(control_tokens: Iterable[str], template: str) -> tuple[frozenset[str], frozenset[str]]:
     """What a template that has the beginning of a control token lacks of it: but for an end that it has, and in all."""
     middles, endings = set[str](), set[str]()
+    has = cache(template.__contains__)  # reserved tokens begin and end alike, and may be a thousand
     for text in control_tokens:
-        begins = [place for place in range(1, len(text)) if text[:place] in template]
-        ends = [place for place in range(1, len(text)) if text[place:] in template]
+        begins = [place for place in range(1, len(text)) if has(text[:place])]
+        ends = [place for place in range(1, len(text)) if has(text[place:])]
         middles.update(text[start:end] for start in begins for end in ends if start < end)
         endings.update(text[start:] for start in begins)
     return frozenset(middles), frozenset(endings)
