@@ -77,7 +77,7 @@ class SamplingParams:
     logprobs: int | None = None  # so many of the most likely tokens; -1: the whole vocabulary
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Sequence[int] = ()
+    allowed_token_ids: Sequence[int] | None = None  # None: any
     bad_words: Sequence[str] = ()
     use_beam_search: bool = False
     length_penalty: float = 1.0
@@ -94,6 +94,8 @@ class SamplingParams:
                 object.__setattr__(self, name, _listed(name, value))
         object.__setattr__(self, "early_stopping", _early_stopping(self.early_stopping))
         violations = validate(self.to_proto(), SamplingLimits())
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:  # which the wire cannot tell from unset
+            violations.append(Violation("allowed_token_ids", [], "at least one token id, or None for any"))
         if violations:
             raise ValueError("; ".join(map(str, violations)))
 

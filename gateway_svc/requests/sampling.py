@@ -41,7 +41,10 @@ def read_sampling(fields: Fields, names: dict[str, str]) -> pb.SamplingParams:
     for name, read in _SCALARS.items():
         put(params, name, read(fields, name), fields)
     for name, read in _LISTS.items():
-        if value := read(fields, name):
+        value = read(fields, name)
+        if name == "allowed_token_ids" and value == []:  # which a scheduler cannot tell from none at all
+            raise InvalidField(fields.param(name), "got []; accepted: at least one token id, or null for any")
+        if value:
             _extend(params, name, value, fields)
     if (seed := fields.integer("seed")) is not None:
         put(params, "seed", seed % (1 << 64), fields)  # OpenAI's may be negative

@@ -234,6 +234,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (chat, {"logit_bias": {str(n): 0 for n in range(1025)}}, "logit_bias"),
     (chat, {"logit_bias": {"1": 10**400}}, "logit_bias"),
     (chat, {"stop_token_ids": [-1]}, "stop_token_ids"),
+    (chat, {"allowed_token_ids": []}, "allowed_token_ids"),
     (chat, {"early_stopping": 1}, "early_stopping"),
     (chat, {"top_logprobs": 2}, "top_logprobs"),
     (chat, {"stream_options": {"include_usage": True}}, "stream_options"),
