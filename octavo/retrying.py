@@ -139,7 +139,7 @@ class Outages:
         if remaining_s is not None and remaining_s <= hint_s:
             raise RequestFailed(grpc.StatusCode.DEADLINE_EXCEEDED, f"no time for another attempt after: {failure}")
         if hint_s > window_s - outage_s:
-            raise self._given_up(failure, f"it takes requests in {hint_s:.0f} s, and {window_s:.0f} s are waited")
+            raise self._given_up(failure, f"it asks for a pause of {hint_s:.0f} s, longer than the window")
         policy.on_wait(Waiting(self._request_id, failure, delay_s, window_s - outage_s, is_first))
         return delay_s
 
