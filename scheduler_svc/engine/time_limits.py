@@ -36,8 +36,8 @@ class Watched:
 
 
 class TimeLimits:
-    """`watch` is called whenever the step loop turns, at least every WATCH_INTERVAL_S; a caller who turns it himself may
-    pause for longer.
+    """`watch` is called whenever the step loop turns, at least every WATCH_INTERVAL_S; a caller who turns it
+    himself may pause for longer.
 
     Attributes:
         turns_itself: the loop has a thread of its own, and a late turn tells of a process that was stopped.
