@@ -234,6 +234,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("min_p", lambda v: v == 0 or SMALLEST <= v <= 1, f"0 (off), or {SMALLEST:g} to 1"),
     ("presence_penalty", lambda v: -2 <= v <= 2, "-2 to 2"),
     ("frequency_penalty", lambda v: -2 <= v <= 2, "-2 to 2"),
+    # Far from 1 a logit that is divided by it would be infinite, and its row without probabilities.
     ("repetition_penalty", lambda v: 0.01 <= _decimal(v) <= 100, "0.01 to 100"),
     ("length_penalty", lambda v: -100 <= v <= 100, "-100 to 100"),
     ("max_tokens", lambda v: v >= 1, "at least 1"),
