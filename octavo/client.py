@@ -46,6 +46,7 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 _UNARY_TIMEOUT_S = 30.0
 _HEALTH_TIMEOUT_S = 3.0
+_ENDLESS_S = 1e9  # and more: 32 years
 _READINESS = "octavo.v1.Inference"
 Method = Callable[[Server], Any]  # of a scheduler's stubs
 Metadata = Sequence[tuple[str, str]]
@@ -533,8 +534,11 @@ class Client(_Settings):
 
 
 def _finite(timeout: float | None) -> float | None:
-    """To gRPC a time without end is one that is past."""
-    return None if timeout == math.inf else timeout
+    """To gRPC a time without end is one that is past, and so is one that its clock cannot count to. Raises ValueError
+    for NaN."""
+    if timeout is not None and math.isnan(timeout):
+        raise ValueError("timeout is nan; accepted: seconds, or None")
+    return None if timeout is None or timeout >= _ENDLESS_S else timeout
 
 
 def _trace(traceparent: str | None) -> Metadata:

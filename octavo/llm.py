@@ -28,6 +28,7 @@ from octavo.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from scheduler_svc.requests.frontend import Frontend
+    from scheduler_svc.text.chat_template import ChatTemplate
     from scheduler_svc.text.tokenizer import Tokenizer
 
 
@@ -108,7 +109,7 @@ class LLM:
         lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
         *,
         priority: int | Iterable[int | None] | None = None,
-        chat_template: str | None = None,
+        chat_template: str | ChatTemplate | None = None,
         chat_template_content_format: str = "auto",
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool | None = None,
@@ -119,7 +120,7 @@ class LLM:
 
         Args:
             messages: `{"role": "user", "content": text}` and so on, or a list of such lists.
-            chat_template: in place of the model's own, as `transformers` writes them.
+            chat_template: in place of the model's own, as `transformers` writes them, or that of another tokenizer.
             chat_template_content_format: without effect: parts of text are joined, whatever the template expects.
             chat_template_kwargs: variables for the template, such as `{"enable_thinking": False}`.
             add_generation_prompt: begins the answer (default: unless the final message is continued).

@@ -60,7 +60,7 @@ class RetryPolicy:
 
     Attributes:
         window_s: seconds without a scheduler, added up since the last tokens, after which a request is given up; 0: at
-            the first loss.
+            the first loss, and at once where a scheduler asks for a longer pause.
         window_before_admission_s: likewise for one that nobody has admitted yet; None: the same.
         max_losses: schedulers in a row that may be lost after they admitted it and before anything came of it. One
             that comes whole at its end (`stream` = false, beams, `best_of` > `n`) has nothing come of it until then.
@@ -138,6 +138,8 @@ class Outages:
         delay_s = hint_s + min(random.uniform(0.0, bound_s), window_s - outage_s)
         if remaining_s is not None and remaining_s <= hint_s:
             raise RequestFailed(grpc.StatusCode.DEADLINE_EXCEEDED, f"no time for another attempt after: {failure}")
+        if hint_s > window_s - outage_s:
+            raise self._given_up(failure, f"it asks for a pause of {hint_s:.0f} s, longer than the window")
         policy.on_wait(Waiting(self._request_id, failure, delay_s, window_s - outage_s, is_first))
         return delay_s
 

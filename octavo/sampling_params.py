@@ -77,7 +77,7 @@ class SamplingParams:
     logprobs: int | None = None  # so many of the most likely tokens; -1: the whole vocabulary
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Sequence[int] = ()
+    allowed_token_ids: Sequence[int] | None = None  # None: any
     bad_words: Sequence[str] = ()
     use_beam_search: bool = False
     length_penalty: float = 1.0
@@ -94,6 +94,8 @@ class SamplingParams:
                 object.__setattr__(self, name, _listed(name, value))
         object.__setattr__(self, "early_stopping", _early_stopping(self.early_stopping))
         violations = validate(self.to_proto(), SamplingLimits())
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:  # which the wire cannot tell from unset
+            violations.append(Violation("allowed_token_ids", [], "at least one token id, or None for any"))
         if violations:
             raise ValueError("; ".join(map(str, violations)))
 
@@ -232,6 +234,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("min_p", lambda v: v == 0 or SMALLEST <= v <= 1, f"0 (off), or {SMALLEST:g} to 1"),
     ("presence_penalty", lambda v: -2 <= v <= 2, "-2 to 2"),
     ("frequency_penalty", lambda v: -2 <= v <= 2, "-2 to 2"),
+    # Far from 1 a logit that is divided by it would be infinite, and its row without probabilities.
     ("repetition_penalty", lambda v: 0.01 <= _decimal(v) <= 100, "0.01 to 100"),
     ("length_penalty", lambda v: -100 <= v <= 100, "-100 to 100"),
     ("max_tokens", lambda v: v >= 1, "at least 1"),

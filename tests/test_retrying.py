@@ -59,6 +59,19 @@ def test_a_resume_that_no_scheduler_takes_is_not_tried_again() -> None:
         outages.delay_s(RequestFailed(full.code, "CLIENT: Received message larger than max (1048577 vs. 1048576)"), 3.0)
 
 
+def test_a_hint_beyond_the_window_ends_it_at_once() -> None:
+    told: list[Waiting] = []
+    policy = RetryPolicy(window_s=5.0, first_delay_s=0.0, on_wait=told.append)
+    full = grpc.StatusCode.RESOURCE_EXHAUSTED
+    outages = Outages(policy, "r")
+    outages.admitted(0.0)
+    outages.delay_s(GONE, 1.0)
+    assert 3.0 <= outages.delay_s(RequestFailed(full, "full", retry_after_s=3.0), 2.0) <= 3.2 and len(told) == 2
+    with pytest.raises(RequestFailed, match="a pause of 4 s, longer than the window; first UNAVAILABLE: gone"):
+        outages.delay_s(RequestFailed(full, "full", retry_after_s=4.0), 2.5)
+    assert len(told) == 2
+
+
 def test_a_request_that_is_lost_wherever_it_goes_ends() -> None:
     outages, num_admitted = Outages(QUIET, "r"), 0
     with pytest.raises(RequestFailed, match="9 schedulers were lost"):

@@ -205,6 +205,8 @@ def test_every_field_of_the_wire_form_has_its_name_in_python() -> None:
         ({"stop": 3}, "stop: got 3; accepted: a list"),
         ({"stop_token_ids": 3}, "stop_token_ids: got 3; accepted: a list"),
         ({"stop_token_ids": "3"}, "stop_token_ids: got '3'; accepted: a list"),
+        ({"allowed_token_ids": []}, r"allowed_token_ids: got \[\]; accepted: at least one"),
+        ({"allowed_token_ids": ()}, r"allowed_token_ids: got \[\]; accepted: at least one"),
         ({"early_stopping": 2}, "NO, YES, NEVER, True, False"),
     ],
     ids=str,

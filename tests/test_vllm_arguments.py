@@ -77,6 +77,10 @@ def test_what_says_the_same_is_read_so(given: dict[str, Any], same: dict[str, An
 
 def test_a_revision_is_a_part_of_the_models_name(tmp_path: Path) -> None:
     assert read_options("OWNER/NAME", {"revision": "v1"}).worker.model == "OWNER/NAME@v1"
+    assert read_options("OWNER/NAME:Q4_K_M", {"revision": "v1"}).worker.model == "OWNER/NAME@v1:Q4_K_M"
+    for revision in ("a:b", "a b", "", 1):
+        with pytest.raises(OptionError, match=r"revision: got .*; accepted: text"):
+            read_options("OWNER/NAME", {"revision": revision})
     for model in (str(tmp_path), "tiny", "OWNER/NAME@v2"):
         with pytest.raises(OptionError, match=r"revision: got 'v1'; accepted: text, where the model is OWNER/NAME"):
             read_options(model, {"revision": "v1"})

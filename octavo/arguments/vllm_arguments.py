@@ -7,6 +7,7 @@ docs/offline-batches.md is made from these tables, and tests/test_vllm_arguments
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
@@ -244,9 +245,12 @@ def in_own_words(model: str, options: Mapping[str, Any]) -> tuple[str, dict[str,
 def _with_revision(model: str, revision: Any) -> str:
     from octavo.models.hub_cache import HubName
 
-    if not isinstance(revision, str) or Path(model).exists() or "@" in model or HubName.parse(model) is None:
-        raise ValueError(f"revision: got {revision!r}; accepted: text, where the model is OWNER/NAME of the hub")
-    return f"{model}@{revision}"
+    name = None if Path(model).exists() else HubName.parse(model)
+    if isinstance(revision, str) and name is not None and name.revision is None:
+        named = dataclasses.replace(name, revision=revision)
+        if HubName.parse(str(named)) == named:
+            return str(named)
+    raise ValueError(f"revision: got {revision!r}; accepted: text, where the model is OWNER/NAME of the hub")
 
 
 def refused(name: str, value: Any, table: tuple[Elsewhere, ...]) -> str | None:

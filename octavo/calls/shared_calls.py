@@ -179,7 +179,7 @@ class SharedCall:
             elif failure.code not in _REFUSALS:  # by whatever word: the call was lost, and nobody was refused
                 failure = RequestFailed(grpc.StatusCode.UNAVAILABLE, failure.message)
         except asyncio.CancelledError:
-            pass  # the client is closed
+            failure = RequestFailed(grpc.StatusCode.CANCELLED, "the client was closed")
         finally:
             self._is_ending, self.idle_since_s = True, None
             self._ended(self, isinstance(failure, NotKnown))

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from octavo.arguments.asked import Asked
-from octavo.arguments.prompts import Prompt
+from octavo.arguments.prompts import Prompt, shown
 from octavo.calls.forks import refuse_in_fork
 from octavo.calls.generation import Generation, build_request
 from octavo.embedded.options import EmbeddedOptions, read_options
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from scheduler_svc.models.served_model import ServedModel
     from scheduler_svc.output.output_processor import Delivery
     from scheduler_svc.requests.frontend import Frontend
+    from scheduler_svc.text.chat_template import ChatTemplate
     from scheduler_svc.text.tokenizer import Tokenizer
 
 READY_TIMEOUT_S = 600.0
@@ -135,8 +136,16 @@ class Embedded:
             request.sampling_params.seed = seed
         return Generation(request, RetryPolicy(window_s=0.0), time.monotonic_ns())
 
-    def chat_frontend(self, chat_template: str | None, variables: Mapping[str, Any] | None = None) -> Frontend:
+    def chat_frontend(
+        self, chat_template: str | ChatTemplate | None, variables: Mapping[str, Any] | None = None
+    ) -> Frontend:
         """What prepares requests with messages. Raises ValueError where there is no template, or it is broken."""
+        from scheduler_svc.text.chat_template import ChatTemplate
+
+        if isinstance(chat_template, ChatTemplate):  # of another tokenizer
+            chat_template = chat_template.source
+        if not isinstance(chat_template, (str, type(None))):
+            raise ValueError(f"chat_template is {shown(chat_template)}; accepted: the text of a template")
         if chat_template is None and self.model.tokenizer.chat_template is None:
             raise ValueError(f"messages: model {self.model.name!r} has no chat template; give one as chat_template")
         if chat_template is not None or variables:

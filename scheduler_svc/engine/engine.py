@@ -150,6 +150,7 @@ class Engine:
 
     def start(self) -> None:
         """Starts the thread; what was put into the inbox before is done first."""
+        self._time_limits.turns_itself = True
         self._thread.start()
 
     def stop(self) -> None:

@@ -36,7 +36,12 @@ class Watched:
 
 
 class TimeLimits:
-    """`watch` is called whenever the step loop turns, at least every WATCH_INTERVAL_S."""
+    """`watch` is called whenever the step loop turns, at least every WATCH_INTERVAL_S; a caller who turns it
+    himself may pause for longer.
+
+    Attributes:
+        turns_itself: the loop has a thread of its own, and a late turn tells of a process that was stopped.
+    """
 
     def __init__(
         self,
@@ -59,6 +64,7 @@ class TimeLimits:
         self._rebinding = rebinding
         self._clock = clock
         self._recorder = recorder
+        self.turns_itself = False
         now_ns = clock()
         self.watched = Watched(now_ns, now_ns, now_ns)
 
@@ -66,7 +72,9 @@ class TimeLimits:
         """Costs next to nothing while nothing is late."""
         now_ns = self._clock()
         if now_ns - self.watched.at_ns > STALL_NS:
-            log.warning("this process was stopped or starved", seconds=round((now_ns - self.watched.at_ns) / 1e9, 1))
+            if self.turns_itself:
+                seconds = round((now_ns - self.watched.at_ns) / 1e9, 1)
+                log.warning("this process was stopped or starved", seconds=seconds)
             self.watched.awake_since_ns = now_ns  # what workers said meanwhile waits to be read
         self.watched.at_ns = now_ns
         for worker in self._workers_to_watch(now_ns):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import math
 import shutil
@@ -242,7 +243,8 @@ def test_ranked_outputs_begin_anew_after_a_loss_between_their_messages(params: S
 
 
 def test_a_full_queue_found_after_a_loss_is_tried_again_when_it_says() -> None:
-    generation = Generation(build_request("hello", None), QUICK, now_ns=0)
+    patient = dataclasses.replace(QUICK, window_s=10.0)  # a hint beyond the window ends it: see test_retrying.py
+    generation = Generation(build_request("hello", None), patient, now_ns=0)
     generation.receive(pb.GenerateResponse(admission=pb.Admission()), now_ns=1)
     assert generation.retry_delay_s(RequestFailed(LOST, "gone"), now_ns=2) <= 0.05
     full = RequestFailed(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", retry_after_s=7.0)
@@ -600,6 +602,22 @@ async def test_a_time_without_end_is_no_deadline(server: FakeServer) -> None:
         assert (await other.complete("hello", params, timeout=math.inf)).finished
         await other.load_adapter("b", "/b", timeout=math.inf)
     assert set(server.control.adapters) == {"a", "b"}
+
+
+@pytest.mark.parametrize("timeout", [9e9, 1e15, 2**63 - 1, math.nan], ids=str)
+async def test_a_time_that_no_clock_counts_to_is_no_deadline(server: FakeServer, timeout: float) -> None:
+    params = SamplingParams(max_tokens=1)
+    with Client(server.address, retry=QUICK) as client:
+        if math.isnan(timeout):
+            for call in (
+                lambda: list(client.generate("a", timeout=timeout)),
+                lambda: client.load_adapter("a", "/a", timeout),
+            ):
+                with pytest.raises(ValueError, match="timeout is nan"):
+                    call()
+        else:
+            assert client.complete("hello", params, timeout=timeout).finished
+            client.load_adapter("a", "/a", timeout=timeout)
 
 
 def test_what_is_meant_for_all_schedulers_reaches_all() -> None:

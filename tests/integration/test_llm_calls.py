@@ -16,6 +16,7 @@ from octavo import LLM, EngineArgs, LLMEngine, Logprob, LoRARequest, SamplingPar
 from octavo.embedded import worker_process
 from octavo.shared.options import OptionError
 from protos import worker_pb2, worker_pb2_grpc
+from scheduler_svc.text.chat_template import ChatTemplate
 from tests.fakes import FakeWorker
 from tests.scheduler.hashed_tokens import hashed_after
 from tests.tiny_models import make_tiny_llama
@@ -75,6 +76,8 @@ def test_several_conversations_in_a_template_of_the_callers_own(llm: LLM) -> Non
     first, second = llm.chat([[ASKED], ANSWERED], [GREEDY, GREEDY.clone(max_tokens=2)], chat_template=TEMPLATE)
     assert shown(llm, first) == "[user] Why?\n" and shown(llm, second) == "[user] Why?\n[assistant] Becau\n"
     assert [len(each.outputs[0].token_ids) for each in (first, second)] == [6, 2]
+    (same,) = llm.chat([ASKED], GREEDY, False, chat_template=ChatTemplate(TEMPLATE, {}))
+    assert same.prompt_token_ids == first.prompt_token_ids
     raises = "{{ raise_exception('no such role') if messages[0].role == 'poet' else messages[0].content }}"
     served, refused = llm.chat([[ASKED], [ASKED | {"role": "poet"}]], GREEDY, chat_template=raises)
     assert served.outputs[0].error is None and refused.outputs[0].finish_reason == "error"
@@ -127,6 +130,7 @@ def test_what_an_llm_has_not_is_named_with_a_reason(llm: LLM) -> None:
     [
         ([ASKED], {"tools": [{"type": "function"}]}, "tools: not supported"),
         ([ASKED], {"chat_template": "{% for"}, "chat template: "),
+        ([ASKED], {"chat_template": Path("a.jinja")}, "chat_template is PosixPath.*; accepted: the text of a template"),
         ([ASKED], {"sampling_params": SamplingParams(guided={"choice": ["a"]})}, "there is no guided decoding yet"),
         ([ASKED], {"chat_template_kwargs": {"messages": []}}, "the chat template has 'messages' from elsewhere"),
         (ANSWERED, {"continue_final_message": True, "add_generation_prompt": True}, "exclude each other"),

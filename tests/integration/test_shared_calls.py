@@ -305,7 +305,7 @@ async def test_closing_a_client_ends_its_requests(scheduler: Scheduler) -> None:
     client = AsyncClient(f"127.0.0.1:{scheduler.port}", retry=policy, share_calls=True)
     (stream,) = await begin(scheduler, client, "r1")
     await client.close()
-    with pytest.raises(RequestFailed):
+    with pytest.raises(RequestFailed, match=r"^CANCELLED: the client was closed$"):
         await anext(stream)
     assert not told
     await until(lambda: scheduler.core.abandoned == ["r1"], seconds=20)

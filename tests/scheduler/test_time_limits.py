@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import structlog
 from structlog.testing import capture_logs
 
 from scheduler_svc.core.sequences.finish_reason import FinishReason
@@ -50,6 +51,16 @@ def test_a_process_that_stood_still_blames_no_worker() -> None:
     assert not link.is_closed, "what it said meanwhile waits to be read"
     loop.pass_time(60)
     assert link.is_closed
+
+
+@pytest.mark.parametrize("turns_itself", [False, True])
+def test_a_caller_who_turns_the_loop_may_pause(turns_itself: bool) -> None:
+    loop = Timed()
+    loop.engine._time_limits.turns_itself = turns_itself
+    with structlog.testing.capture_logs() as lines:
+        loop.now_ns += 2 * STALL_NS
+        loop.engine.take_events(0)
+    assert [line["event"] for line in lines] == ["this process was stopped or starved"] * turns_itself
 
 
 def test_with_all_workers_lost_each_request_waits_as_long_as_it_may() -> None:
