@@ -62,7 +62,7 @@ def _is_printable(value: object) -> bool:
 
 def check_key(key: str) -> None:
     """Raises ValueError, which does not quote it, for a key that no header can have: gRPC would show it in an error."""
-    if not _is_printable(key):
+    if not (key.isascii() and key.isprintable()):
         raise ValueError("api_key: it holds a line's end, or another character that is not printable ASCII")
 
 
