@@ -301,7 +301,7 @@ def test_models_are_asked_for_again_when_others_may_be_served(page: Page, server
     server.inference.refusal = (grpc.StatusCode.NOT_FOUND, "no such model", ())
     send(page)
     page.expect(f"{MODELS} === 'newer'")
-    assert "no such model" in page.evaluate("document.querySelector('#request-status.error').textContent")
+    page.expect("document.querySelector('#request-status.error')?.textContent.includes('no such model')")
 
     serves("newest")
     worker = pb.WorkerState(address="a:1", health=pb.WORKER_HEALTH_SERVING, model="newest")

@@ -164,6 +164,7 @@ def test_the_command_passes_its_flags_on_and_returns_the_exit_code(monkeypatch: 
     assert main(["bench", "kernels", *flags]) == 1
     ((command, environment),) = calls
     assert command[1:] == [
+        "-P",
         "-m",
         "kernels.bench.compile_all",
         "--target=sm_90",
