@@ -97,9 +97,9 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --quiet tests/test_stubs.py
 
-# Compiles every variant for six GPU architectures, without a GPU. Keeps what is compiled.
+# Compiles every variant for six GPU architectures, without a GPU, or for TARGETS (sm_90,sm_120). Keeps what is compiled.
 kernels: setup
-	$(BIN)/octavo bench kernels --compile-only
+	$(BIN)/octavo bench kernels --compile-only $(if $(TARGETS),--target $(TARGETS))
 
 protos: setup
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
