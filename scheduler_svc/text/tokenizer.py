@@ -210,9 +210,8 @@ class Tokenizer:
         added = {token.content: token for token in self._tokenizer.get_added_tokens_decoder().values()}
         known = [text for text in dict.fromkeys(named) if text and self._tokenizer.token_to_id(text) is not None]
         tokens = [added.get(text) or tokenizers.AddedToken(text, normalized=False) for text in known]
-        self._tokenizer.add_special_tokens(
-            [token for token in tokens if not token.special]
-        )  # all at once: each is slow
+        plain = [token for token in tokens if not token.special]
+        self._tokenizer.add_special_tokens(plain)  # all at once: each call is slow
 
     def _find_eos_token_ids(self) -> tuple[int, ...]:
         """From the generation config, else the model's config, else the tokenizer's EOS token."""
