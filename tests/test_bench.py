@@ -185,8 +185,9 @@ def test_pairs_of_the_flight_recorder_s_cost_begin_with_either(
 
 
 def test_hardware_makes_a_file_name() -> None:
-    facts = {"cpu": "Intel(R) Xeon(R) Platinum 8259CL CPU @ 2.50GHz", "cores": 2}
+    facts = {"cpu": "Intel(R) Xeon(R) Platinum 8259CL CPU @ 2.50GHz", "instructions": "avx2 avx512f", "cores": 2}
     assert machine.slug(facts) == "intel-xeon-platinum-8259cl-2-cores"
+    assert machine.slug(facts | {"instructions": "avx2 amx_bf16 amx_int8"}) == "intel-xeon-platinum-8259cl-amx-2-cores"
     assert machine.describe()["cores"] >= 1
 
 

@@ -31,9 +31,11 @@ def describe() -> dict[str, Any]:
 
 
 def slug(facts: dict[str, Any]) -> str:
-    """A short name of the hardware for a file: `intel-xeon-platinum-8259cl-2-cores`."""
+    """A short name of the hardware for a file: `intel-xeon-platinum-8259cl-2-cores`. With AMX it says so, as virtual
+    machines of one processor differ in it."""
     name = re.sub(r"\((r|tm)\)|\bcpu\b|@.*", " ", facts["cpu"].lower())
-    return "-".join([*re.findall(r"[a-z0-9.]+", name), f"{facts['cores']}-cores"])
+    amx = ["amx"] if "amx_" in facts["instructions"] else []
+    return "-".join([*re.findall(r"[a-z0-9.]+", name), *amx, f"{facts['cores']}-cores"])
 
 
 def _cpu_name() -> str:
