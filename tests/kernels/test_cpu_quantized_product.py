@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kernels import cpu
-from kernels.cpu.library import at_level
-from kernels.cpu.native.build import WITH_PAIRS, usable_levels
+from kernels.cpu.library import TilesError, at_level
+from kernels.cpu.native.build import EMULATED, WITH_PAIRS, usable_levels
 from kernels.cpu.products.layer_product import Product
 from kernels.cpu.products.quantized_records import find_factors, pack_quantized
 from kernels.oracles import reference
@@ -22,10 +22,8 @@ from tests.kernels.quantized_weights import FORMATS, OF_FACTORS, awq, gptq, int8
 
 ALL = FORMATS | OF_FACTORS
 OF_INTEGERS = [name for name in ALL if not name.startswith("e")]  # not e4m3 or e2m1
-WITHOUT_PAIRS = next(level for level in reversed(usable_levels()) if level != WITH_PAIRS)
-HAS_PAIRS = pytest.mark.skipif(
-    WITH_PAIRS not in usable_levels(), reason="this processor has no products of bfloat16 pairs"
-)
+OF_PAIRS = [level for level in (EMULATED, WITH_PAIRS, "amx") if level in usable_levels()]
+WITHOUT_PAIRS = next(level for level in reversed(usable_levels()) if level not in OF_PAIRS)
 # out x in: a whole panel, less and more than one, and groups of which the last is short, where a format has such.
 SIZES = [(48, 256), (61, 768), (101, 1184)]
 
@@ -86,21 +84,33 @@ def test_products_have_the_bits_of_those_with_the_dequantised_weight(name: str, 
         assert torch.equal(run(product, rounded[8:]), run(product, rounded)[8:])
 
 
-@HAS_PAIRS
+@pytest.fixture(params=OF_PAIRS or [pytest.param(None, marks=pytest.mark.skip("this processor has no AVX2"))])
+def level_of_pairs(request: pytest.FixtureRequest) -> Iterator[str]:
+    try:
+        with at_level(request.param):
+            yield request.param
+    except TilesError as error:
+        pytest.skip(str(error))
+
+
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("name", ALL)
-def test_rows_of_bfloat16_meet_the_weight_itself_by_pairs(name: str, size: tuple[int, int]) -> None:
+def test_rows_of_bfloat16_meet_the_weight_itself_by_pairs(
+    name: str, size: tuple[int, int], level_of_pairs: str
+) -> None:
     weight = weight_of(name, *size)
     bias, product = torch.randn(size[0], generator=random(1)), product_of(weight)
     with_bias = product_of(weight, bias)
     each_input = torch.eye(weight.in_features, dtype=torch.bfloat16)
     x = torch.randn(67, weight.in_features + 5, generator=random(2)).bfloat16()[:, 5:]
-    with at_level(WITH_PAIRS):
-        assert torch.equal(run(product, each_input), weight.dequantized().bfloat16().T)
-        found = run(with_bias, x)
-        for num_threads, first, end in ((2, 0, 67), (1, 66, 67), *((1, 0, rows) for rows in range(1, 18))):
-            torch.set_num_threads(num_threads)
-            assert torch.equal(run(with_bias, x[first:end]), found[first:end]), (first, end)
+    assert torch.equal(run(product, each_input), weight.dequantized().bfloat16().T)
+    found = run(with_bias, x)
+    for num_threads, first, end in ((2, 0, 67), (1, 66, 67), *((1, 0, rows) for rows in range(1, 18))):
+        torch.set_num_threads(num_threads)
+        assert torch.equal(run(with_bias, x[first:end]), found[first:end]), (first, end)
+    if level_of_pairs == "amx":
+        with at_level(EMULATED):
+            assert torch.equal(run(with_bias, x), found)
     exact = x.double() @ weight.dequantized().double().T + bias.double()
     # A sum over a group has a rounding for each of up to 32 inputs, that over groups two for each; bfloat16 has one.
     num_roundings = 32 + 2 * -(-weight.in_features // 16)

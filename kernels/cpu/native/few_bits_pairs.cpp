@@ -1,18 +1,21 @@
-// Products of rows of bfloat16 with weights of few bits (records.h), by the instruction for pairs of bfloat16:
+// Products of rows of bfloat16 with weights of few bits (records.h), by pairs of bfloat16:
 //
 //     sum_k x[k] W[o, k] = sum_g scale[o, g] (sum_{k in g} x[k] code[o, k]) + offset[o, g] (sum_{k in g} x[k])
 //
 // over groups of 32 inputs, or of 16 where codes have eight bits. bfloat16 has all codes, integers of up to 8 bits and
-// E4M3, and the instruction rounds no product. A word of eight codes of four bits gives four pairs, each by one
-// table that a register holds: two instructions for 32 numbers.
+// E4M3, and no product is rounded. A word of eight codes of four bits gives four pairs, each by one table that a
+// register holds: two instructions for 32 numbers.
+//
+// Where there are tiles (tiles.h), they multiply the pairs of a group, for one row as for many, and for all rows the
+// pairs are made once. Else an instruction multiplies each pair where it is made. Sums within a group have another
+// order in each.
 #include "records.h"
 
-#ifdef __AVX512BF16__
 namespace {
 
 const i64 HALF = GROUP / 2;
-const i64 MOST_ROWS = 8, STEP = 8;
-const i64 SOON_BYTES = 8192;  // how far ahead up to MOST_ROWS rows prefetch, from panel to panel
+const i64 STEP = 8, PAIRS_OF_STEP = STEP / 2;
+const i64 SOON_BYTES = 8192;  // how far ahead the rows of one tile prefetch, from panel to panel
 
 // Inputs i and i + 4 of a step of eight, 16 outputs.
 struct PairsOfFourBits {
@@ -40,12 +43,27 @@ struct PairsOfBytes {
     INLINED F read(const char *step, int i, int v) const { return as_pair(number(step, i, v), number(step, i + 4, v)); }
 };
 
+// What a row has of the group of input `k`, its pairs from there on, and the sum of the inputs that are read at once.
+template <class Codes>
+struct RowPlace {
+    const PairGroup &group;
+    i64 half;
+
+    RowPlace(const PanelWork &work, i64 row, i64 k)
+        : group(*(const PairGroup *)(work.x + row * work.x_stride + k / GROUP * (i64)sizeof(PairGroup))),
+          half(k % GROUP / HALF) {}
+    const uint16_t *pairs() const { return group.pairs + half * HALF; }
+    const float *sum() const { return Codes::INPUTS_AT_ONCE == GROUP ? &group.sum : group.half + half; }
+};
+
+// ---- pair by pair ---------------------------------------------------------------------------------------------------
+const i64 MOST_ROWS = 8;
+
 // Adds to the sums of ROWS rows.
 template <class Codes, bool HAS_OFFSET, int ROWS>
 void tile(const Records &records, const RecordLayout &layout, const PanelWork &work, i64 row, const char *soon,
           i64 soon_step) {
     const Codes codes(records);
-    const char *x = work.x + row * work.x_stride;
     float *totals = work.sums + row * PANEL;
     Cursor at(layout, work.weight, 0);
     for (i64 k = 0; k < work.depth; k += Codes::INPUTS_AT_ONCE, at.advance(Codes::INPUTS_AT_ONCE), soon += soon_step) {
@@ -57,17 +75,16 @@ void tile(const Records &records, const RecordLayout &layout, const PanelWork &w
 #pragma GCC unroll 3
             for (int v = 0; v < VECTORS; v++) dots[r][v] = splat(0.0f);
         const char *step = at.codes;
-        i64 half = k % GROUP / HALF;
-        const char *pairs = x + k / GROUP * (i64)sizeof(PairGroup) + half * (HALF * 2);
-        for (int j = 0; j < Codes::INPUTS_AT_ONCE / STEP; j++, step += layout.step, pairs += STEP * 2) {
+        const uint16_t *pairs = RowPlace<Codes>(work, row, k).pairs();
+        for (int j = 0; j < Codes::INPUTS_AT_ONCE / STEP; j++, step += layout.step, pairs += STEP) {
 #pragma GCC unroll 4
-            for (int i = 0; i < STEP / 2; i++) {
+            for (int i = 0; i < PAIRS_OF_STEP; i++) {
                 F numbers[VECTORS];
 #pragma GCC unroll 3
                 for (int v = 0; v < VECTORS; v++) numbers[v] = codes.read(step, i, v);
 #pragma GCC unroll 8
                 for (int r = 0; r < ROWS; r++) {
-                    F inputs = splat_at((const float *)(pairs + r * work.x_stride) + i);
+                    F inputs = splat_at((const float *)::at(pairs, r * work.x_stride) + i);
 #pragma GCC unroll 3
                     for (int v = 0; v < VECTORS; v++) dots[r][v] = dot_pairs(inputs, numbers[v], dots[r][v]);
                 }
@@ -75,8 +92,7 @@ void tile(const Records &records, const RecordLayout &layout, const PanelWork &w
         }
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
-            const PairGroup &group = *(const PairGroup *)(x + r * work.x_stride + k / GROUP * (i64)sizeof(PairGroup));
-            F sum = splat_at(Codes::INPUTS_AT_ONCE == GROUP ? &group.sum : group.half + half);
+            F sum = splat_at(RowPlace<Codes>(work, row + r, k).sum());
 #pragma GCC unroll 3
             for (int v = 0; v < VECTORS; v++) {
                 float *total = totals + r * PANEL + v * LANES;
@@ -88,9 +104,8 @@ void tile(const Records &records, const RecordLayout &layout, const PanelWork &w
 }
 
 template <class Codes, bool HAS_OFFSET>
-void add_panel(const Records &records, const PanelWork &work) {
+void add_pair_by_pair(const Records &records, const PanelWork &work) {
     RecordLayout layout(records);
-    for (i64 row = 0; row < work.rows; row++) memcpy(work.sums + row * PANEL, work.start, sizeof(float) * PANEL);
     i64 tiles = (work.rows + MOST_ROWS - 1) / MOST_ROWS, bytes = layout.bytes_of(Codes::INPUTS_AT_ONCE);
     i64 soon_step = tiles > 1 && !work.has_next ? 0 : (bytes + tiles - 1) / tiles;
     const char *soon = work.weight + (tiles > 1 ? layout.panel_bytes(work.depth) : SOON_BYTES);
@@ -100,6 +115,103 @@ void add_panel(const Records &records, const PanelWork &work) {
         });
         soon += work.depth / Codes::INPUTS_AT_ONCE * soon_step;
     }
+}
+
+// ---- by tiles -------------------------------------------------------------------------------------------------------
+const i64 PIECES = 4;  // whose pairs are made before they are multiplied, and whose sums are scaled together
+const i64 ROWS_OF_TOTALS = 8;
+
+// The inputs of a panel that are read at once: their pairs as lines of a tile have them, and what is scaled by what.
+struct Piece {
+    F pairs[GROUP / 2][VECTORS], scales[VECTORS], offsets[VECTORS];
+};
+typedef float Sums[TILE_ROWS][PANEL];
+struct Pieces {
+    Piece of_panel[PIECES];
+    Sums sums[PIECES];
+};
+
+template <class Codes, bool HAS_OFFSET>
+void read_piece(const Records &records, const Codes &codes, const Cursor &at, Piece &piece) {
+    read_line<HAS_OFFSET>(records, at.record, at.line, 0, piece.scales, piece.offsets);
+    const char *step = at.codes;
+    for (i64 line = 0; line < Codes::INPUTS_AT_ONCE / 2; line += PAIRS_OF_STEP, step += at.layout.step) {
+#pragma GCC unroll 4
+        for (int i = 0; i < PAIRS_OF_STEP; i++)
+#pragma GCC unroll 3
+            for (int v = 0; v < VECTORS; v++) piece.pairs[line + i][v] = codes.read(step, i, v);
+    }
+}
+
+// Adds to the totals of ROWS rows the sums of `count` pieces from input `k` on, in order; the first is one of a tile's.
+template <class Codes, bool HAS_OFFSET, int ROWS>
+void add_scaled(const PanelWork &work, const Pieces &pieces, i64 count, i64 k, i64 row) {
+    F totals[ROWS][VECTORS];
+    float *place = work.sums + row * PANEL;
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 3
+        for (int v = 0; v < VECTORS; v++) totals[r][v] = load(place + r * PANEL + v * LANES);
+    for (i64 i = 0; i < count; i++, k += Codes::INPUTS_AT_ONCE) {
+        const Piece &piece = pieces.of_panel[i];
+        const float *sums = pieces.sums[i][row % TILE_ROWS];
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) {
+            F sum = splat_at(RowPlace<Codes>(work, row + r, k).sum());
+#pragma GCC unroll 3
+            for (int v = 0; v < VECTORS; v++) {
+                totals[r][v] = fma(piece.scales[v], load(sums + r * PANEL + v * LANES), totals[r][v]);
+                if (HAS_OFFSET) totals[r][v] = fma(piece.offsets[v], sum, totals[r][v]);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 3
+        for (int v = 0; v < VECTORS; v++) store(place + r * PANEL + v * LANES, totals[r][v]);
+}
+
+template <class Codes, bool HAS_OFFSET>
+void add_by_tiles(const Records &records, const PanelWork &work) {
+    const i64 INPUTS = Codes::INPUTS_AT_ONCE;
+    const Codes codes(records);
+    RecordLayout layout(records);
+    Pieces &pieces = *(Pieces *)scratch(OF_PANEL, sizeof(Pieces));
+    Cursor at(layout, work.weight, 0);
+    bool are_few = work.rows <= TILE_ROWS;
+    const char *soon = work.weight + (are_few ? SOON_BYTES : layout.panel_bytes(work.depth));
+    i64 soon_step = are_few || work.has_next ? layout.bytes_of(INPUTS) : 0;
+    for (i64 k = 0; k < work.depth; k += PIECES * INPUTS) {
+        i64 count = smaller(PIECES, (work.depth - k) / INPUTS);
+        for (i64 i = 0; i < count; i++, at.advance(INPUTS)) {
+            for (const char *end = soon + soon_step; soon < end; soon += CACHE_LINE) {
+                if (are_few) prefetch(soon);
+                else prefetch_second_level(soon);
+            }
+            read_piece<Codes, HAS_OFFSET>(records, codes, at, pieces.of_panel[i]);
+        }
+        for (i64 row = 0; row < work.rows; row += TILE_ROWS) {
+            i64 rows = smaller(work.rows - row, TILE_ROWS);
+            shape_tiles(rows, INPUTS / 2);
+            for (i64 i = 0; i < count; i++) {
+                tile_zero<0>(), tile_zero<1>(), tile_zero<2>();
+                multiply_pairs(RowPlace<Codes>(work, row, k + i * INPUTS).pairs(), work.x_stride,
+                               pieces.of_panel[i].pairs);
+                store_tile_sums(pieces.sums[i][0], sizeof pieces.sums[i][0]);
+            }
+            for (i64 r = 0; r < rows; r += ROWS_OF_TOTALS)
+                with_number<ROWS_OF_TOTALS>(smaller(rows - r, ROWS_OF_TOTALS), [&](auto number) {
+                    add_scaled<Codes, HAS_OFFSET, decltype(number)::value>(work, pieces, count, k, row + r);
+                });
+        }
+    }
+}
+
+template <class Codes, bool HAS_OFFSET>
+void add_panel(const Records &records, const PanelWork &work) {
+    for (i64 row = 0; row < work.rows; row++) memcpy(work.sums + row * PANEL, work.start, sizeof(float) * PANEL);
+    if constexpr (HAS_TILES) add_by_tiles<Codes, HAS_OFFSET>(records, work);
+    else if constexpr (HAS_PAIRS) add_pair_by_pair<Codes, HAS_OFFSET>(records, work);
 }
 
 }  // namespace
@@ -126,7 +238,3 @@ void prepare_pairs(const Bfloat16 *x, const i64 *order, i64 size, PairGroup *gro
         groups->sum = groups->half[0] + groups->half[1];
     }
 }
-#else
-void prepare_pairs(const Bfloat16 *, const i64 *, i64, PairGroup *) {}
-void add_few_bits_by_pairs(const Records &, const PanelWork &) {}
-#endif

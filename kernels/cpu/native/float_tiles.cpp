@@ -141,4 +141,4 @@ void add_floats(i64 kind, const PanelWork &work) {
 }
 
 // Whether bfloat16 rows by pairs of bfloat16 have a product here.
-EXPORT i64 octavo_multiplies_pairs() { return HAS_TILES || HAS_PAIRS; }
+EXPORT i64 octavo_multiplies_pairs() { return MULTIPLIES_PAIRS; }

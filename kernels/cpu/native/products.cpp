@@ -16,7 +16,7 @@ bool is_quantized(i64 kind) { return kind >= INT8; }
 bool takes_float32(i64 kind) { return kind < WEIGHT_PAIRS; }
 
 bool meets_pairs(const Product &product, i64 element) {
-    bool meets = HAS_FAST_PAIRS && element == BFLOAT16;
+    bool meets = MULTIPLIES_PAIRS && element == BFLOAT16;
     for (const Product *part = &product; part; part = part->next) meets &= part->kind == WEIGHT_RECORDS;
     return meets;
 }

@@ -5,6 +5,7 @@
 
 // At the level that AMD's processors take. Intel's have tiles beside, and products of pairs alone are slow there.
 enum { HAS_FAST_PAIRS = HAS_PAIRS && !HAS_TILES };
+enum { MULTIPLIES_PAIRS = HAS_PAIRS || HAS_TILES };  // of bfloat16, one way or the other
 
 enum Element { FLOAT32, BFLOAT16 };  // of rows
 // How a weight is kept. Of the first four numbers say exactly what the weight is, and rows are not rounded; PAIRS are
@@ -63,9 +64,8 @@ struct PanelWork {
     bool has_next;
     i64 start_stride = 0;
 };
-// Rows of bfloat16 as records are multiplied by where an instruction multiplies pairs of them: of each group of 32
-// inputs the pairs, of each eight inputs i and i + 4; and their sums, of all and of each half. Rows of a panel's work
-// are then of these.
+// Rows of bfloat16 as records are multiplied by where pairs of them are: of each group of 32 inputs the pairs, of each
+// eight inputs i and i + 4; and their sums, of all and of each half. Rows of a panel's work are then of these.
 struct PairGroup {
     uint16_t pairs[GROUP];
     float sum, half[2];

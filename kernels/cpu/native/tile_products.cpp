@@ -1,10 +1,5 @@
 // Products with tiles (tiles.h): pairs of bfloat16, and bytes of quantised rows.
 //
-//     tile 3: rows of x         16 rows by 64 bytes    a row has 32 inputs of bfloat16, or 32 bytes of a group
-//     tiles 4, 5, 6: weights    16 lines by 64 bytes   a line has 2 (or 4) inputs of 16 outputs, side by side, as all
-//                                                      packed weights have them: 192 bytes (or 64) from line to line
-//     tiles 0, 1, 2: sums       16 rows by 16 outputs
-//
 // Sums of bytes are exact, and so the same as without tiles. A sum of bfloat16 is one chain over steps of 32 inputs,
 // within a step first even and odd inputs by themselves: another order than that of `dot_pairs`. For this reason one
 // row is multiplied by tiles, too, as one among thousands is.
@@ -17,33 +12,9 @@
 
 namespace {
 
-enum { ROW_TILE = 3, WEIGHT_TILE = 4 };
 const i64 STEP_LINES = 16, LINE = PANEL * 4;  // of pairs: lines of a step, bytes of a line
 const i64 DEPTH = 128;                        // lines that all rows are multiplied by before the next: 24 KB stay close
 const i64 SOON_BYTES = 4096;                  // how far ahead rows of one tile prefetch
-
-// The shapes for so many rows, and lines of weights, which are loaded where they are others than those before.
-void shape_tiles(i64 rows, i64 lines) {
-    if (rows == shaped_rows && lines == shaped_lines) return;
-    alignas(CACHE_LINE) TileShapes shapes;
-    for (int v = 0; v < VECTORS; v++) {
-        shapes.rows[v] = (uint8_t)rows, shapes.row_bytes[v] = TILE_BYTES;
-        shapes.rows[WEIGHT_TILE + v] = (uint8_t)lines, shapes.row_bytes[WEIGHT_TILE + v] = TILE_BYTES;
-    }
-    shapes.rows[ROW_TILE] = (uint8_t)rows, shapes.row_bytes[ROW_TILE] = (uint16_t)(lines * 4);
-    tile_shape(shapes);
-    shaped_rows = rows, shaped_lines = lines;
-}
-
-void add_step(const char *x, i64 x_stride, const char *w) {
-    tile_load<ROW_TILE>(x, x_stride);
-    tile_load<WEIGHT_TILE>(w, LINE);
-    tile_dot_pairs<0, ROW_TILE, WEIGHT_TILE>();
-    tile_load<WEIGHT_TILE + 1>(w + TILE_BYTES, LINE);
-    tile_dot_pairs<1, ROW_TILE, WEIGHT_TILE + 1>();
-    tile_load<WEIGHT_TILE + 2>(w + 2 * TILE_BYTES, LINE);
-    tile_dot_pairs<2, ROW_TILE, WEIGHT_TILE + 2>();
-}
 
 // C [rows, 48] = S + x . W over `lines` of a panel, for up to 16 rows; strides in bytes. With each step so many bytes
 // are prefetched of what is multiplied `soon`.
@@ -53,15 +24,15 @@ void add_rows(i64 rows, const char *x, i64 x_stride, const char *w, i64 lines, c
     tile_load<0>(s, s_stride), tile_load<1>(s + LANES, s_stride), tile_load<2>(s + 2 * LANES, s_stride);
     for (; lines >= STEP_LINES; lines -= STEP_LINES, w += STEP_LINES * LINE, x += TILE_BYTES) {
         for (const char *end = soon + bytes_a_step; soon < end; soon += CACHE_LINE) prefetch_second_level(soon);
-        add_step(x, x_stride, w);
+        multiply_pairs(x, x_stride, w);
     }
     if (lines) {  // filled up with zeros: nothing behind a row, or a panel, is read
         alignas(CACHE_LINE) char last_x[TILE_ROWS * TILE_BYTES] = {}, last_w[STEP_LINES * LINE] = {};
         for (i64 row = 0; row < rows; row++) memcpy(last_x + row * TILE_BYTES, x + row * x_stride, lines * 4);
         memcpy(last_w, w, lines * LINE);
-        add_step(last_x, TILE_BYTES, last_w);
+        multiply_pairs(last_x, TILE_BYTES, last_w);
     }
-    tile_store<0>(c, c_stride), tile_store<1>(c + LANES, c_stride), tile_store<2>(c + 2 * LANES, c_stride);
+    store_tile_sums(c, c_stride);
 }
 
 // ---- bytes ----------------------------------------------------------------------------------------------------------
@@ -80,9 +51,7 @@ void multiply_group(const Group *groups, i64 num_groups, const char *w, i64 pane
     tile_dot_bytes<0, ROW_TILE, WEIGHT_TILE>();
     tile_dot_bytes<1, ROW_TILE, WEIGHT_TILE + 1>();
     tile_dot_bytes<2, ROW_TILE, WEIGHT_TILE + 2>();
-    tile_store<0>(sums[0], sizeof sums[0]);
-    tile_store<1>(sums[0] + LANES, sizeof sums[0]);
-    tile_store<2>(sums[0] + 2 * LANES, sizeof sums[0]);
+    store_tile_sums(sums[0], sizeof sums[0]);
 }
 
 // totals [8, 48] += sums of `count` groups, each scaled, in order.

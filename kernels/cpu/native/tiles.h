@@ -110,6 +110,13 @@ static void tile_dot_bytes() {
 }
 #endif
 
+// ---- a panel of 48 outputs ------------------------------------------------------------------------------------------
+//     tile 3: rows of x         16 rows by 64 bytes    a row has 32 inputs of bfloat16, or 32 bytes of a group
+//     tiles 4, 5, 6: weights    16 lines by 64 bytes   a line has 2 (or 4) inputs of 16 outputs, side by side, as all
+//                                                      packed weights have them: 192 bytes (or 64) from line to line
+//     tiles 0, 1, 2: sums       16 rows by 16 outputs
+enum { TILES_OF_PANEL = 3, ROW_TILE = 3, WEIGHT_TILE = 4 };
+
 // The shape of a thread's tiles, or no rows. Every thread gives them back when its work is over: as long as it has any,
 // the system saves 8 KB whenever another thread gets the core.
 inline thread_local i64 shaped_rows, shaped_lines;
@@ -117,4 +124,33 @@ INLINE void release_tiles() {
     if (!HAS_TILES || !shaped_rows) return;
     tile_release();
     shaped_rows = 0;
+}
+
+// The shapes for so many rows, and lines of weights, which are loaded where they are others than those before.
+INLINE void shape_tiles(i64 rows, i64 lines) {
+    if (rows == shaped_rows && lines == shaped_lines) return;
+    alignas(CACHE_LINE) TileShapes shapes;
+    for (int v = 0; v < TILES_OF_PANEL; v++) {
+        shapes.rows[v] = (uint8_t)rows, shapes.row_bytes[v] = TILE_BYTES;
+        shapes.rows[WEIGHT_TILE + v] = (uint8_t)lines, shapes.row_bytes[WEIGHT_TILE + v] = TILE_BYTES;
+    }
+    shapes.rows[ROW_TILE] = (uint8_t)rows, shapes.row_bytes[ROW_TILE] = (uint16_t)(lines * 4);
+    tile_shape(shapes);
+    shaped_rows = rows, shaped_lines = lines;
+}
+
+// Adds pairs of rows by the lines of weights that the shapes say, side by side, to the sums.
+INLINE void multiply_pairs(const void *x, i64 x_stride, const void *weights) {
+    const i64 LINE = TILES_OF_PANEL * TILE_BYTES;
+    tile_load<ROW_TILE>(x, x_stride);
+    tile_load<WEIGHT_TILE>(weights, LINE);
+    tile_dot_pairs<0, ROW_TILE, WEIGHT_TILE>();
+    tile_load<WEIGHT_TILE + 1>(at(weights, TILE_BYTES), LINE);
+    tile_dot_pairs<1, ROW_TILE, WEIGHT_TILE + 1>();
+    tile_load<WEIGHT_TILE + 2>(at(weights, 2 * TILE_BYTES), LINE);
+    tile_dot_pairs<2, ROW_TILE, WEIGHT_TILE + 2>();
+}
+template <class T>
+INLINE void store_tile_sums(T *sums, i64 stride) {  // in bytes
+    tile_store<0>(sums, stride), tile_store<1>(sums + LANES, stride), tile_store<2>(sums + 2 * LANES, stride);
 }

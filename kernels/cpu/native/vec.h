@@ -34,6 +34,24 @@ const i64 LANES = 16, CACHE_LINE = 64;
 #include "vec_plain.h"
 #endif
 
+// A pair of bfloat16 in each lane, the first in its lower half, of numbers that bfloat16 has.
+INLINE F as_pair(F first, F second) {
+    return float_of(choose_bits(splat((int32_t)0xffff0000), bits_of(second), shift_right<16>(bits_of(first))));
+}
+#if !defined(__AVX512F__)  // what vec_avx512.h has instructions for
+struct SixteenOfPairs {
+    Sixteen numbers;
+};
+INLINE SixteenOfPairs sixteen_of_pairs(const int8_t *p) { return {sixteen(p)}; }
+template <int INDEX>
+INLINE F chosen_pair(I x, SixteenOfPairs table) {
+    return as_pair(chosen<INDEX>(x, table.numbers), chosen<INDEX + 4>(x, table.numbers));
+}
+INLINE void store_pairs(uint16_t *pairs, const Bfloat16 *x) {
+    for (int i = 0; i < 32; i++) pairs[i] = x[i / 8 * 8 + i % 2 * 4 + i % 8 / 2].bits;
+}
+#endif
+
 // The compiler loads nothing from memory before what is stored above here.
 INLINE void in_order() { asm volatile("" ::: "memory"); }
 

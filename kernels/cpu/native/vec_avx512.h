@@ -138,6 +138,10 @@ INLINE I dot_bytes(I sums, I weights, Quad inputs) {
 #ifdef __AVX512BF16__
 enum { HAS_PAIRS = 1 };
 INLINE F dot_pairs(F a, F b, F sums) { return {_mm512_dpbf16_ps(sums.v, (__m512bh)a.v, (__m512bh)b.v)}; }
+#else
+enum { HAS_PAIRS = 0 };
+INLINE F dot_pairs(F, F, F sums) { return sums; }
+#endif
 // Sixteen integers as bfloat16, and what bits 4 INDEX .. 4 INDEX + 3 of each half of each lane choose of them: a pair.
 struct SixteenOfPairs {
     __m512i v;
@@ -155,14 +159,6 @@ INLINE void store_pairs(uint16_t *pairs, const Bfloat16 *x) {
     const __m128i order = _mm_set_epi8(15, 14, 7, 6, 13, 12, 5, 4, 11, 10, 3, 2, 9, 8, 1, 0);  // of bytes
     _mm512_storeu_si512(pairs, _mm512_shuffle_epi8(_mm512_loadu_si512(x), _mm512_broadcast_i32x4(order)));
 }
-// Of numbers that bfloat16 has.
-INLINE F as_pair(F low, F high) {
-    return {_mm512_castsi512_ps(_mm512_mask_blend_epi16(0xaaaaaaaa, shift_right<16>(bits_of(low)).v, bits_of(high).v))};
-}
-#else
-enum { HAS_PAIRS = 0 };
-INLINE F dot_pairs(F, F, F sums) { return sums; }
-#endif
 
 // 16 vectors become their columns, by 64 shuffles.
 INLINE void transpose(F r[LANES]) {
