@@ -120,6 +120,17 @@ def test_rows_of_bfloat16_meet_the_weight_itself_by_pairs(
     assert ((found.double() - exact).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("name", ["awq", "q8_0", "e4m3 in blocks"])
+def test_rows_of_bfloat16_next_to_nothing_have_the_same_bits_alone(name: str, level_of_pairs: str) -> None:
+    """Instructions for pairs of bfloat16 take denormal numbers, below 2^-126, for zeros."""
+    product = product_of(weight_of(name, 48, 256))
+    x = (torch.randn(16, 256, generator=random(2)) * torch.logspace(-133, -110, 16, 2.0)[:, None]).bfloat16()
+    found = run(product, x)
+    for row in range(16):
+        assert torch.equal(run(product, x[row : row + 1]), found[row : row + 1]), row
+    assert found[-1].isfinite().all() and found[-1].any()
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_products_are_those_of_float64(name: str) -> None:
     weight = weight_of(name, 61, 512)

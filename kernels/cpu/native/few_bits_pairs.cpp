@@ -6,9 +6,9 @@
 // E4M3, and no product is rounded. A word of eight codes of four bits gives four pairs, each by one table that a
 // register holds: two instructions for 32 numbers.
 //
-// Where there are tiles (tiles.h), they multiply the pairs of a group, for one row as for many, and for all rows the
-// pairs are made once. Else an instruction multiplies each pair where it is made. Sums within a group have another
-// order in each.
+// Where there are tiles (tiles.h), they multiply the pairs of a group, which are made once for all rows; what a tile
+// would give of one row or two takes less time without writing pairs out, and has the same bits. Else an instruction
+// multiplies each pair where it is made. Sums within a group have another order than by tiles.
 #include "records.h"
 
 namespace {
@@ -21,8 +21,11 @@ const i64 SOON_BYTES = 8192;  // how far ahead the rows of one tile prefetch, fr
 struct PairsOfFourBits {
     enum { INPUTS_AT_ONCE = 32 };
     SixteenOfPairs table;
+    Sixteen numbers;
 
-    explicit PairsOfFourBits(const Records &records) : table(sixteen_of_pairs(CODES_OF_FOUR_BITS[records.codes])) {}
+    explicit PairsOfFourBits(const Records &records)
+        : table(sixteen_of_pairs(CODES_OF_FOUR_BITS[records.codes])),
+          numbers(sixteen(CODES_OF_FOUR_BITS[records.codes])) {}
     INLINED F read(const char *step, int i, int v) const {
         I words = load((const int32_t *)(step + v * LANES * 4));
         switch (i) {
@@ -30,6 +33,15 @@ struct PairsOfFourBits {
             case 1: return chosen_pair<1>(words, table);
             case 2: return chosen_pair<2>(words, table);
             default: return chosen_pair<3>(words, table);
+        }
+    }
+    INLINED void read_apart(const char *step, int i, int v, F &first, F &second) const {
+        I words = load((const int32_t *)(step + v * LANES * 4));
+        switch (i) {
+            case 0: first = chosen<0>(words, numbers), second = chosen<4>(words, numbers); break;
+            case 1: first = chosen<1>(words, numbers), second = chosen<5>(words, numbers); break;
+            case 2: first = chosen<2>(words, numbers), second = chosen<6>(words, numbers); break;
+            default: first = chosen<3>(words, numbers), second = chosen<7>(words, numbers);
         }
     }
 };
@@ -41,6 +53,9 @@ struct PairsOfBytes {
         return load_code((const Byte *)step + i * PANEL + v * LANES);
     }
     INLINED F read(const char *step, int i, int v) const { return as_pair(number(step, i, v), number(step, i + 4, v)); }
+    INLINED void read_apart(const char *step, int i, int v, F &first, F &second) const {
+        first = number(step, i, v), second = number(step, i + 4, v);
+    }
 };
 
 // What a row has of the group of input `k`, its pairs from there on, and the sum of the inputs that are read at once.
@@ -207,8 +222,84 @@ void add_by_tiles(const Records &records, const PanelWork &work) {
     }
 }
 
+// ---- few rows as tiles multiply them --------------------------------------------------------------------------------
+const i64 FEWEST_OF_TILES = 3;  // fewer rows take less time here
+
+// dots[p, r] = x[r] . codes of the p-th inputs that are read at once: the bits that tiles would give, as first and
+// second inputs of pairs are added up by themselves. x [ROWS, depth]; denormal numbers have to count as 0.
+template <class Codes, int ROWS>
+__attribute__((noinline)) void dot_pairs_apart(const Records &records, const PanelWork &work, const float *x,
+                                               float *dots) {
+    const Codes codes(records);
+    RecordLayout layout(records);
+    Cursor at(layout, work.weight, 0);
+    i64 soon_step = layout.bytes_of(Codes::INPUTS_AT_ONCE);
+    const char *soon = work.weight + SOON_BYTES;
+    for (i64 k = 0; k < work.depth; k += Codes::INPUTS_AT_ONCE, at.advance(Codes::INPUTS_AT_ONCE)) {
+        for (const char *end = soon + soon_step; soon < end; soon += CACHE_LINE) prefetch(soon);
+        F sums[ROWS][2][VECTORS];
+        for (auto &of_row : sums)
+            for (auto &of_half : of_row)
+                for (F &sum : of_half) sum = splat(0.0f);
+        const char *step = at.codes;
+        for (int j = 0; j < Codes::INPUTS_AT_ONCE / STEP; j++, step += layout.step, x += STEP) {
+#pragma GCC unroll 4
+            for (int i = 0; i < PAIRS_OF_STEP; i++)
+#pragma GCC unroll 3
+                for (int v = 0; v < VECTORS; v++) {
+                    F first, second;
+                    codes.read_apart(step, i, v, first, second);
+#pragma GCC unroll 2
+                    for (int r = 0; r < ROWS; r++) {
+                        const float *pair = x + r * work.depth + 2 * i;
+                        sums[r][0][v] = fma(splat_at(pair), first, sums[r][0][v]);
+                        sums[r][1][v] = fma(splat_at(pair + 1), second, sums[r][1][v]);
+                    }
+                }
+        }
+        for (int r = 0; r < ROWS; r++, dots += PANEL)
+            for (int v = 0; v < VECTORS; v++) store(dots + v * LANES, splat(0.0f) + (sums[r][0][v] + sums[r][1][v]));
+    }
+}
+
+template <class Codes, bool HAS_OFFSET, int ROWS>
+void add_few_rows(const Records &records, const PanelWork &work) {
+    const i64 INPUTS = Codes::INPUTS_AT_ONCE;
+    i64 num_dots = work.depth / INPUTS * ROWS * PANEL;
+    float *dots = (float *)scratch(OF_PANEL, (num_dots + ROWS * work.depth) * (i64)sizeof(float)), *x = dots + num_dots;
+    for (i64 r = 0; r < ROWS; r++)
+        for (i64 k = 0; k < work.depth; k += HALF)
+            store(x + r * work.depth + k, load((const Bfloat16 *)RowPlace<Codes>(work, r, k).pairs()));
+    {
+        [[maybe_unused]] DenormalsAreZeros here;
+        dot_pairs_apart<Codes, ROWS>(records, work, x, dots);
+    }
+    F totals[ROWS][VECTORS], scales[VECTORS], offsets[VECTORS];
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) totals[r][v] = load(work.start + v * LANES);
+    RecordLayout layout(records);
+    Cursor at(layout, work.weight, 0);
+    for (i64 k = 0; k < work.depth; k += INPUTS, at.advance(INPUTS)) {
+        read_line<HAS_OFFSET>(records, at.record, at.line, 0, scales, offsets);
+        for (int r = 0; r < ROWS; r++, dots += PANEL) {
+            F sum = splat_at(RowPlace<Codes>(work, r, k).sum());
+            for (int v = 0; v < VECTORS; v++) {
+                totals[r][v] = fma(scales[v], load(dots + v * LANES), totals[r][v]);
+                if (HAS_OFFSET) totals[r][v] = fma(offsets[v], sum, totals[r][v]);
+            }
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) store(work.sums + r * PANEL + v * LANES, totals[r][v]);
+}
+
 template <class Codes, bool HAS_OFFSET>
 void add_panel(const Records &records, const PanelWork &work) {
+    if constexpr (HAS_TILES)
+        if (work.rows < FEWEST_OF_TILES)
+            return with_number<FEWEST_OF_TILES - 1>(work.rows, [&](auto number) {
+                add_few_rows<Codes, HAS_OFFSET, decltype(number)::value>(records, work);
+            });
     for (i64 row = 0; row < work.rows; row++) memcpy(work.sums + row * PANEL, work.start, sizeof(float) * PANEL);
     if constexpr (HAS_TILES) add_by_tiles<Codes, HAS_OFFSET>(records, work);
     else if constexpr (HAS_PAIRS) add_pair_by_pair<Codes, HAS_OFFSET>(records, work);
