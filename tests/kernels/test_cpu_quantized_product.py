@@ -101,9 +101,10 @@ def test_rows_of_bfloat16_meet_the_weight_itself_by_pairs(
     weight = weight_of(name, *size)
     bias, product = torch.randn(size[0], generator=random(1)), product_of(weight)
     with_bias = product_of(weight, bias)
-    each_input = torch.eye(weight.in_features, dtype=torch.bfloat16)
+    some = slice(None, None, 5 if level_of_pairs == EMULATED else 1)  # of inputs: what is emulated takes long
+    each_input = torch.eye(weight.in_features, dtype=torch.bfloat16)[some]
     x = torch.randn(67, weight.in_features + 5, generator=random(2)).bfloat16()[:, 5:]
-    assert torch.equal(run(product, each_input), weight.dequantized().bfloat16().T)
+    assert torch.equal(run(product, each_input), weight.dequantized().bfloat16().T[some])
     found = run(with_bias, x)
     for num_threads, first, end in ((2, 0, 67), (1, 66, 67), *((1, 0, rows) for rows in range(1, 18))):
         torch.set_num_threads(num_threads)
