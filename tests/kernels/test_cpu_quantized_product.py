@@ -84,7 +84,7 @@ def test_products_have_the_bits_of_those_with_the_dequantised_weight(name: str, 
         assert torch.equal(run(product, rounded[8:]), run(product, rounded)[8:])
 
 
-@pytest.fixture(params=OF_PAIRS or [pytest.param(None, marks=pytest.mark.skip("this processor has no AVX2"))])
+@pytest.fixture(params=OF_PAIRS)  # without AVX2 there are none, and pytest says so
 def level_of_pairs(request: pytest.FixtureRequest) -> Iterator[str]:
     try:
         with at_level(request.param):
